@@ -1,0 +1,94 @@
+"""Workflows over the environments of tox.ini: no environment and no dependency is defined here.
+
+nox -s verify                 what this machine can verify: cpu, then the GPU it has; claims merged
+nox -s compare -- REF [ENV]   timings of the working tree against those of a commit, on one GPU
+nox -s evidence               the README's table of claims from the runs in conformance/evidence
+nox -s release                cpu, then sdist and wheel in dist/, from a clean checkout
+"""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+EVIDENCE = ROOT / "conformance" / "evidence"
+GPU_ENVIRONMENTS = {"9.0": "sm90", "10.0": "sm100", "10.3": "sm100"}
+
+nox.options.default_venv_backend = "none"
+nox.options.sessions = ["verify"]
+
+
+def tox(session: nox.Session, environment: str, *arguments: str) -> None:
+    """Runs one tox environment of the checkout that is the current directory."""
+    tail = ("--", *arguments) if arguments else ()
+    session.run(sys.executable, "-m", "tox", "run", "-e", environment, *tail, external=True)
+
+
+def merge(session: nox.Session, *arguments: str) -> None:
+    """Runs the claims merge of the checkout's own plugin."""
+    command = [sys.executable, "-m", "pytest_kernel_claims.claims", "merge", *arguments]
+    session.run(*command, external=True, env={"PYTHONPATH": str(ROOT / "plugins")})
+
+
+def gpu_environment() -> str | None:
+    """The tox environment of the first GPU of this machine, None where there is none."""
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return GPU_ENVIRONMENTS.get(found[0]) if found else None
+
+
+@nox.session
+def verify(session: nox.Session) -> None:
+    """Runs cpu and the environment of the GPU there is, then prints their claims together."""
+    environments = ["cpu", *filter(None, [gpu_environment()])]
+    for environment in environments:
+        tox(session, environment)
+    merge(session, *(f".tox/{environment}/claims.json" for environment in environments))
+    if len(environments) == 1:
+        session.warn("no supported GPU here: nothing that needs one was verified")
+
+
+@nox.session
+def compare(session: nox.Session) -> None:
+    """Times a commit in a worktree of its own, then the working tree against it."""
+    if not 1 <= len(session.posargs) <= 2:
+        session.error("usage: nox -s compare -- REF [ENVIRONMENT]")
+    reference = session.posargs[0]
+    environment = session.posargs[1] if len(session.posargs) == 2 else gpu_environment()
+    if environment is None:
+        session.error("compare: timings need a supported GPU, and none was found")
+    timed = ["-m", "perf", f"--benchmark-storage={(ROOT / '.benchmarks').as_uri()}", "conformance"]
+    with tempfile.TemporaryDirectory() as folder:
+        tree = str(Path(folder) / "tree")
+        session.run("git", "worktree", "add", "--detach", tree, reference, external=True)
+        try:
+            with session.chdir(tree):
+                tox(session, environment, "--benchmark-autosave", *timed)
+        finally:
+            session.run("git", "worktree", "remove", "--force", tree, external=True)
+    tox(session, environment, "--benchmark-compare", *timed)
+
+
+@nox.session
+def evidence(session: nox.Session) -> None:
+    """Writes the merged claims of all recorded runs between the markers of the README."""
+    runs = sorted(map(str, EVIDENCE.glob("*/*.json")))
+    if not runs:
+        session.error(f"evidence: no run in {EVIDENCE.relative_to(ROOT)}")
+    merge(session, "--into", "README.md", *session.posargs, *runs)
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Tests and builds a clean checkout; uploading stays a person's decision."""
+    changes = session.run("git", "status", "--porcelain", external=True, silent=True)
+    if changes:
+        session.error(f"release: the checkout has uncommitted changes:\n{changes}")
+    tox(session, "cpu")
+    tox(session, "package")
