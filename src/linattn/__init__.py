@@ -1,0 +1,22 @@
+"""Linear-attention GPU kernels that carry their own proof.
+
+Importing this package needs no GPU, no driver and no compiler: kernels are compiled, or loaded from
+the cache, when an operator first needs them.
+"""
+
+from linattn.errors import CacheWarning, UnsupportedArchitecture
+from linattn.host.arch import Arch
+from linattn.host.cache import compile_count
+from linattn.host.dispatch import Plan, explain
+from linattn.ops import lightning_attn_fwd, warm_up
+
+__all__ = [
+    "Arch",
+    "CacheWarning",
+    "Plan",
+    "UnsupportedArchitecture",
+    "compile_count",
+    "explain",
+    "lightning_attn_fwd",
+    "warm_up",
+]

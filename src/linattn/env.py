@@ -1,0 +1,67 @@
+"""Every environment variable that linattn reads, in one table.
+
+A variable is read once, at its first use; nothing is read at import and nothing on the call path.
+``reset`` forgets what was read, for tests that change the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable.
+
+    Attributes:
+        name: its name.
+        meaning: what it does, for documentation.
+        default: text that stands in when it is unset or empty.
+        parse: text to value.
+    """
+
+    name: str
+    meaning: str
+    default: str
+    parse: Callable[[str], Any]
+
+
+def _path(text: str) -> Path:
+    return Path(text).expanduser().absolute()
+
+
+VARIABLES: dict[str, Variable] = {
+    variable.name: variable
+    for variable in (
+        Variable(
+            "LINATTN_CACHE_DIR",
+            "folder that holds compiled kernels; several processes may share it",
+            "~/.cache/linattn",
+            _path,
+        ),
+    )
+}
+"""The table, by name."""
+
+
+@cache
+def read(name: str) -> Any:
+    """Parsed value of a variable of the table."""
+    variable = VARIABLES[name]
+    return variable.parse(os.environ.get(name) or variable.default)
+
+
+def cache_dir() -> Path:
+    """Root folder of the kernel cache."""
+    path: Path = read("LINATTN_CACHE_DIR")
+    return path
+
+
+def reset() -> None:
+    """Forget every value read so far."""
+    read.cache_clear()

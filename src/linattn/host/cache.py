@@ -1,0 +1,346 @@
+"""Compiled kernels: in memory, then on disk, then by compiling under a lock.
+
+A disk entry is one folder ``<root>/<operator>-<target>/<configuration>-<hash>/`` with ``kernel.o``,
+``kernel.ptx``, ``kernel.cubin`` and ``meta.json`` (the full key and a digest of each file). It is
+written beside its final place and renamed into it while a file lock is held, so readers need no
+lock and see all of an entry or none. An entry that cannot be read or does not match its digests is
+a miss: it is moved aside with a warning and built again. ``kernel.o`` is host code that this
+process will run, so its digest is checked before every load.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from linattn import env
+from linattn.errors import CacheWarning
+
+FORMAT = 1
+"""Layout of an entry; raised when its files or their meaning change."""
+
+OBJECT, PTX, CUBIN, META = "kernel.o", "kernel.ptx", "kernel.cubin", "meta.json"
+
+_TOOLCHAIN = (
+    "nvidia-cutlass-dsl",
+    "nvidia-cutlass-dsl-libs-base",
+    "nvidia-cutlass-dsl-libs-core",
+    "nvidia-cutlass-dsl-libs-cu12",
+    "nvidia-cutlass-dsl-libs-cu13",
+    "apache-tvm-ffi",
+)
+_SHARED_SOURCES = ("device", "schedulers", "host/dtypes.py", "host/signature.py", "host/compile.py")
+_INSTRUCTION_SETS = ("sse", "ssse", "avx", "amx", "fma", "bmi", "f16c", "lzcnt", "abm", "movbe")
+
+
+@dataclass(frozen=True)
+class CacheKey:
+    """Everything that a compiled object depends on.
+
+    Attributes:
+        operator: folder of the operator under ``kernels/``.
+        target: compile target, such as ``sm_90a``.
+        config: ``repr`` of the frozen configuration.
+        config_name: its short name, for people.
+        sources: digest of the kernel's own sources and of what they import from this package.
+        toolchain: versions of the packages that compile and load.
+        host: instruction set of this machine, because the object holds host code compiled for it.
+        format: layout of the entry.
+    """
+
+    operator: str
+    target: str
+    config: str
+    config_name: str
+    sources: str
+    toolchain: str
+    host: str
+    format: int = FORMAT
+
+    @property
+    def digest(self) -> str:
+        """Hash of the whole key."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the entry, relative to the root of the cache."""
+        return Path(f"{self.operator}-{self.target}") / f"{self.config_name}-{self.digest[:12]}"
+
+
+class Loaded:
+    """A verified entry of the cache.
+
+    Attributes:
+        key: what it was built for.
+        path: folder that holds its files.
+        symbol: name of the function in the object.
+    """
+
+    def __init__(self, key: CacheKey, path: Path, symbol: str) -> None:
+        self.key = key
+        self.path = path
+        self.symbol = symbol
+        self._function: Callable[..., Any] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The compiled function; the object is loaded at the first use."""
+        with self._lock:
+            if self._function is None:
+                self._function = load_function(self.path / OBJECT, self.symbol)
+            return self._function
+
+    def ptx(self) -> str:
+        """PTX of the kernel."""
+        return (self.path / PTX).read_text()
+
+    def cubin(self) -> bytes:
+        """Machine code of the kernel."""
+        return (self.path / CUBIN).read_bytes()
+
+
+def load_function(path: Path, symbol: str) -> Callable[..., Any]:
+    """Load an object file and return its function ``symbol``.
+
+    Whoever runs objects in another way (an emulator) takes ``Loaded.path`` and never calls this.
+    """
+    from cutlass import cute
+
+    module = cute.runtime.load_module(str(path), enable_tvm_ffi=True)
+    function: Callable[..., Any] = module[symbol]
+    return function
+
+
+# ---------------------------------------------------------------------------------------------
+# The key
+
+
+@cache
+def _sources(operator: str) -> str:
+    root = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for name in (f"kernels/{operator}", *_SHARED_SOURCES):
+        place = root / name
+        for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            if path.is_file():
+                digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def _toolchain() -> str:
+    def version(package: str) -> str:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return "absent"
+
+    return ", ".join(f"{package} {version(package)}" for package in _TOOLCHAIN)
+
+
+@cache
+def _host() -> str:
+    flags: set[str] = set()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in ("flags", "Features"):
+                flags.update(value.split())
+                break
+    if platform.machine() in ("x86_64", "AMD64"):
+        flags = {flag for flag in flags if flag.startswith(_INSTRUCTION_SETS)}
+    return f"{platform.machine()} {hashlib.sha256(' '.join(sorted(flags)).encode()).hexdigest()}"
+
+
+def key(operator: str, target: str, config: Any) -> CacheKey:
+    """Key of one configuration of ``operator``, compiled for ``target`` (such as ``sm_90a``)."""
+    return CacheKey(
+        operator=operator,
+        target=target,
+        config=repr(config),
+        config_name=config.name(),
+        sources=_sources(operator),
+        toolchain=_toolchain(),
+        host=_host(),
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Memory
+
+_Touch = tuple[str, str, Any]
+
+_memory: dict[_Touch, Loaded] = {}
+_memory_lock = threading.Lock()
+_key_locks: dict[_Touch, threading.Lock] = {}
+_build_lock = threading.Lock()
+
+
+def get(operator: str, target: str, config: Any) -> Loaded:
+    """The compiled configuration: from memory, from disk, or compiled.
+
+    Concurrent calls for one configuration compile it once, over threads and over processes.
+    """
+    touch = (operator, target, config)
+    found = _memory.get(touch)
+    if found is not None:
+        return found
+    with _memory_lock:
+        lock = _key_locks.setdefault(touch, threading.Lock())
+    with lock:
+        found = _memory.get(touch)
+        if found is None:
+            found = _fetch(key(operator, target, config), config)
+            _memory[touch] = found
+    return found
+
+
+def loaded(operator: str, target: str, config: Any) -> bool:
+    """Whether the configuration is in memory, so that ``get`` neither reads a file nor compiles."""
+    return (operator, target, config) in _memory
+
+
+def compile_count() -> int:
+    """Distinct configurations that this process compiled or loaded since its start or ``reset``."""
+    return len(_memory)
+
+
+def reset() -> None:
+    """Forget what is in memory and the count. Disk entries and launchers' plans stay."""
+    with _memory_lock:
+        _memory.clear()
+        _key_locks.clear()
+
+
+# ---------------------------------------------------------------------------------------------
+# Disk
+
+
+def _fetch(cache_key: CacheKey, config: Any) -> Loaded:
+    root = env.cache_dir()
+    path = root / cache_key.folder
+    found = _read(cache_key, path)
+    if found is not None:
+        return found
+    with contextlib.ExitStack() as stack:
+        problem: OSError | None = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(open(path.with_name(path.name + ".lock"), "a"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            problem = error
+        else:
+            found = _read(cache_key, path, quiet=True)
+            if found is not None:
+                return found
+            _move_aside(path)
+        artifact = _build(cache_key, config)
+        if problem is None:
+            try:
+                return _write(cache_key, artifact, path)
+            except OSError as error:
+                problem = error
+        return _write_privately(cache_key, artifact, root, problem)
+
+
+def _read(cache_key: CacheKey, path: Path, quiet: bool = False) -> Loaded | None:
+    """The entry at ``path``, or None; warns of one that is there and unusable. Never raises."""
+    try:
+        meta = json.loads((path / META).read_text())
+        if meta["key"] != asdict(cache_key):
+            raise ValueError("it was written for another key")
+        for name in (OBJECT, PTX, CUBIN):
+            if hashlib.sha256((path / name).read_bytes()).hexdigest() != meta["sha256"][name]:
+                raise ValueError(f"the digest of {name} does not match")
+        return Loaded(cache_key, path, str(meta["symbol"]))
+    except Exception as error:
+        if not quiet and os.path.lexists(path):
+            warnings.warn(
+                f"kernel cache entry {path} is unusable and will be built again: {error}",
+                CacheWarning,
+                stacklevel=2,
+            )
+        return None
+
+
+def _move_aside(path: Path) -> None:
+    """Keep a bad entry as ``<name>.bad`` for inspection; an older one there gives way."""
+    aside = path.with_name(path.name + ".bad")
+    if os.path.lexists(path):
+        with contextlib.suppress(OSError):
+            _remove(aside)
+            os.rename(path, aside)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _write(cache_key: CacheKey, artifact: Any, path: Path) -> Loaded:
+    """Write an entry beside its place and rename it there; the caller holds the lock."""
+    files = {OBJECT: artifact.object, PTX: artifact.ptx.encode(), CUBIN: artifact.cubin}
+    meta = {
+        "key": asdict(cache_key),
+        "symbol": artifact.symbol,
+        "sha256": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
+    }
+    scratch = Path(tempfile.mkdtemp(prefix=path.name + ".tmp-", dir=path.parent))
+    try:
+        for name, data in files.items():
+            (scratch / name).write_bytes(data)
+        (scratch / META).write_text(json.dumps(meta, indent=2, sort_keys=True) + "\n")
+        scratch.chmod(0o755)
+        os.rename(scratch, path)
+    except BaseException:
+        _remove(scratch)
+        raise
+    return Loaded(cache_key, path, artifact.symbol)
+
+
+@cache
+def _private_root() -> Path:
+    root = Path(tempfile.mkdtemp(prefix="linattn-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    return root
+
+
+def _write_privately(cache_key: CacheKey, artifact: Any, root: Path, error: OSError) -> Loaded:
+    """Serve this process from a folder of its own when the cache cannot be written."""
+    warnings.warn(
+        f"kernel cache {root} cannot be written ({error}); this process compiles for itself. "
+        "Point LINATTN_CACHE_DIR at a writable folder",
+        CacheWarning,
+        stacklevel=2,
+    )
+    path = _private_root() / cache_key.folder
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove(path)
+    return _write(cache_key, artifact, path)
+
+
+def _build(cache_key: CacheKey, config: Any) -> Any:
+    from linattn.host.compile import build
+
+    with _build_lock:  # the DSL's compiler is not thread-safe
+        return build(cache_key.operator, cache_key.target, config)

@@ -1,0 +1,256 @@
+"""Which kernel serves a call: a plain table, and nothing that needs a GPU or the DSL.
+
+The table maps (operator, family of architectures) to a kernel. A public function is an entry of
+``FUNCTIONS`` that names its operator; several functions may share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from linattn.errors import UnsupportedArchitecture, not_implemented, type_error, value_error
+from linattn.host import launch
+from linattn.host.arch import FAMILIES, Arch, ArchLike
+from linattn.kernels.lightning_prefill import config as lightning_prefill
+
+Shapes = Mapping[str, int]
+"""Sizes by the letter that the documentation uses: ``B``, ``T``, ``H``, ``HV``."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One row of the table.
+
+    Attributes:
+        path: the kernel's file inside the package.
+        configs: every shipped configuration.
+        choose: shapes to the configuration that serves them.
+        grid: configuration and shapes to the launch grid.
+    """
+
+    path: str
+    configs: tuple[Any, ...]
+    choose: Callable[[Shapes], Any]
+    grid: Callable[[Any, Shapes], tuple[int, int, int]]
+
+    @property
+    def module(self) -> str:
+        """Dotted name of the kernel's module."""
+        return "linattn." + self.path.removesuffix(".py").replace("/", ".")
+
+
+@dataclass(frozen=True)
+class Function:
+    """A public function.
+
+    Attributes:
+        operator: the operator that it launches.
+        sizes: letters that describe a problem.
+        derived: further letters, each with the one that it equals unless given; it must be a
+            multiple of that one.
+    """
+
+    operator: str
+    sizes: tuple[str, ...]
+    derived: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call runs.
+
+    Attributes:
+        operator: folder of the operator under ``kernels/``.
+        arch: architecture that the kernel is compiled for.
+        kernel: dotted name of the kernel's module.
+        config: the compiled configuration; None where no kernel is launched.
+        grid: CTAs of the launch; all zero where no kernel is launched.
+        segments: pieces that a sequence is cut into.
+        reason: why, in words.
+    """
+
+    operator: str
+    arch: Arch
+    kernel: str
+    config: Any
+    grid: tuple[int, int, int]
+    segments: int
+    reason: str
+
+
+def _prefill_config(shapes: Shapes) -> Any:
+    return lightning_prefill.CONFIGS[0]
+
+
+def _prefill_grid(config: Any, shapes: Shapes) -> tuple[int, int, int]:
+    splits = lightning_prefill.HEAD_DIM // config.rows
+    return (splits * shapes["HV"] * shapes["B"], 1, 1)
+
+
+TABLE: dict[tuple[str, str], Kernel] = {
+    ("lightning_prefill", "sm90"): Kernel(
+        "kernels/lightning_prefill/sm90.py",
+        lightning_prefill.CONFIGS,
+        _prefill_config,
+        _prefill_grid,
+    ),
+}
+"""Every kernel, by operator and family."""
+
+MISSING: dict[tuple[str, str], str] = {
+    ("lightning_prefill", "sm100"): "kernels/lightning_prefill/sm100.py",
+}
+"""Files of the kernels that have a place in the house and do not exist yet."""
+
+FUNCTIONS: dict[str, Function] = {
+    "lightning_attn_fwd": Function("lightning_prefill", ("B", "T", "H"), (("HV", "H"),)),
+}
+"""Every public function, by name."""
+
+
+def operator_of(op: object) -> tuple[str, str]:
+    """Public name and operator of ``op``, a public function or its name.
+
+    Raises:
+        TypeError: neither a function nor a string.
+        ValueError: no such operator.
+    """
+    name = op if isinstance(op, str) else getattr(op, "__name__", None)
+    if not isinstance(name, str):
+        raise type_error("op", type(op).__name__, "a linattn operator or its name")
+    if name not in FUNCTIONS:
+        raise value_error("op", repr(name), "one of " + ", ".join(sorted(FUNCTIONS)))
+    return name, FUNCTIONS[name].operator
+
+
+def kernel_of(operator: str, arch: Arch) -> Kernel:
+    """The kernel that serves ``operator`` on ``arch``.
+
+    Raises:
+        UnsupportedArchitecture: no kernel is meant for this architecture.
+        NotImplementedError: one is, and it does not exist yet.
+    """
+    for family in arch.families:
+        if (operator, family) in TABLE:
+            return TABLE[operator, family]
+    for family in arch.families:
+        if (operator, family) in MISSING:
+            raise NotImplementedError(
+                f"{operator}: got {arch}, whose kernel {MISSING[operator, family]} does not exist "
+                f"yet; supported: {_supported(operator)}"
+            )
+    raise UnsupportedArchitecture(
+        f"{operator}: got {arch} (compute capability {arch.major}.{arch.minor}), "
+        f"supported: {_supported(operator)}"
+    )
+
+
+def _supported(operator: str) -> str:
+    """The families that have a kernel, with their compute capabilities."""
+    return ", ".join(
+        f"{family} (compute capability "
+        + " or ".join(f"{major}.{minor}" for major, minor in FAMILIES[family])
+        + ")"
+        for owner, family in TABLE
+        if owner == operator
+    )
+
+
+def segments_of(segments: object) -> int:
+    """Pieces that a sequence is cut into.
+
+    Raises:
+        TypeError: neither an int nor ``"auto"``.
+        ValueError: an int below 1, or another string.
+        NotImplementedError: anything but 1, until a kernel cuts sequences.
+    """
+    expected = 'an int of at least 1, or "auto"'
+    if isinstance(segments, str):
+        if segments != "auto":
+            raise value_error("segments", repr(segments), expected)
+    elif type(segments) is not int:
+        raise type_error("segments", f"{segments!r} ({type(segments).__name__})", expected)
+    elif segments < 1:
+        raise value_error("segments", segments, expected)
+    elif segments == 1:
+        return 1
+    raise not_implemented("segments", repr(segments), "1 (sequences are not cut yet)")
+
+
+def select(operator: str, arch: Arch, shapes: Shapes, segments: object = 1) -> Plan:
+    """The kernel, configuration and grid for one problem.
+
+    Raises:
+        UnsupportedArchitecture, NotImplementedError: as ``kernel_of``.
+        TypeError, ValueError, NotImplementedError: as ``segments_of``.
+    """
+    pieces = segments_of(segments)
+    kernel = kernel_of(operator, arch)
+    empty = [f"{name} == 0" for name, size in shapes.items() if size == 0]
+    if empty:
+        reason = f"nothing is launched: {', '.join(empty)}"
+        return Plan(operator, arch, kernel.module, None, (0, 0, 0), pieces, reason)
+    config = kernel.choose(shapes)
+    reason = (
+        f"{arch} is served by {kernel.path}, whose configuration {config.name()} takes any shape"
+    )
+    grid = kernel.grid(config, shapes)
+    return Plan(operator, arch, kernel.module, config, grid, pieces, reason)
+
+
+def explain(
+    op: object, *, arch: ArchLike | None = None, segments: int | str = 1, **shapes: int
+) -> Plan:
+    """Which kernel, configuration and grid a call would get, and why. Launches nothing.
+
+    Args:
+        op: a public function, such as ``linattn.lightning_attn_fwd``, or its name.
+        arch: architecture such as ``"sm90"`` or ``(9, 0)``; by default that of the current device.
+        segments: as the function's argument.
+        shapes: the sizes of the problem by letter, such as ``B=1, T=4096, H=64``; ``HV`` is ``H``
+            by default.
+
+    Raises:
+        TypeError: a letter that is missing, unknown or no int.
+        ValueError: an unknown operator, a negative size, ``HV`` no multiple of ``H``.
+        RuntimeError: no ``arch`` was given and there is no device to ask.
+        UnsupportedArchitecture, NotImplementedError: the call itself would raise that, too.
+    """
+    name, operator = operator_of(op)
+    sizes = _sizes(name, FUNCTIONS[name], shapes)
+    return select(operator, _known_arch(arch), sizes, segments)
+
+
+def _known_arch(arch: ArchLike | None) -> Arch:
+    if arch is not None:
+        return Arch.parse(arch)
+    launcher = launch.current()
+    try:
+        device = launcher.default_device()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f'explain: no architecture is known here ({error}); pass one, such as arch="sm90"'
+        ) from error
+    return launcher.arch(device)
+
+
+def _sizes(name: str, function: Function, shapes: Shapes) -> dict[str, int]:
+    """The sizes that a public function needs, checked, with the derived ones filled in."""
+    letters = (*function.sizes, *(letter for letter, _ in function.derived))
+    for letter in (*function.sizes, *shapes):
+        if letter not in shapes or letter not in letters:
+            problem = "nothing" if letter not in shapes else "a size that is none of its own"
+            raise type_error(f"{name}: {letter}", problem, "the sizes " + ", ".join(letters))
+    for letter, size in shapes.items():
+        if type(size) is not int:
+            raise type_error(letter, f"{size!r} ({type(size).__name__})", "an int")
+        if size < 0:
+            raise value_error(letter, size, "an int of at least 0")
+    sizes = dict(shapes)
+    for letter, base in function.derived:
+        size = sizes.setdefault(letter, sizes[base])
+        if size != 0 and (sizes[base] == 0 or size % sizes[base] != 0):
+            raise value_error(letter, size, f"a multiple of {base} = {sizes[base]}")
+    return sizes

@@ -1,0 +1,494 @@
+"""Lightning Attention: linear attention with one decay a head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_compiling
+from torch.nn import Parameter
+
+from linattn.errors import type_error, value_error
+from linattn.host import dispatch, launch, validate
+from linattn.host.signature import LIGHTNING_PREFILL, TensorSpec
+from linattn.ops import _library
+
+NAME = "lightning_attn_fwd"
+CHUNK = 64
+HEAD_DIM = 128
+
+_OPERATOR = LIGHTNING_PREFILL.operator
+_VIEWS: tuple[TensorSpec, ...] = tuple(LIGHTNING_PREFILL[name] for name in "qkvo")
+_STATE = LIGHTNING_PREFILL["initial_state"]
+_OUT = LIGHTNING_PREFILL["o"]
+
+_ALIGNMENT_MASK = _OUT.alignment - 1
+_MAX_KNOWN_GAPS = 256
+
+
+def lightning_attn_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    chunk_size: int = CHUNK,
+    *,
+    segments: int | str = 1,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Causal linear attention with a decay a head, over sequences of one length.
+
+    Per sequence and value head, with ``lam = exp(-decay)`` and a state ``S`` of shape ``[V, K]``::
+
+        S_t = lam * S_(t-1) + v_t k_t^T
+        o_t = scale * S_t q_t
+
+    so token ``t`` sees itself. Value head ``hv`` uses query/key head ``hv // (HV // H)``. This is
+    the recurrence of Lightning Attention (Qin et al., arXiv:2401.04658) for any set of slopes.
+
+    Args:
+        q: ``[B, T, H, 128]`` bf16 on a CUDA device. q, k, v and out may be strided views (slices
+            of a fused buffer): last dimension contiguous, the other strides multiples of 16 bytes,
+            16-byte aligned. Nothing is copied.
+        k: ``[B, T, H, 128]`` bf16.
+        v: ``[B, T, HV, 128]`` bf16, ``HV`` a multiple of ``H``.
+        decay: slopes a token, at least 0, f32: ``[HV]``, or ``[H]`` for all value heads of a
+            query/key head. 0 means no decay. Its values are not checked.
+        scale: finite Python number; multiplies the output only.
+        initial_state: ``[B, HV, 128, 128]`` f32 as ``[V, K]``, the last two dimensions contiguous,
+            the other strides multiples of 16 bytes. None starts from zeros. It is only read.
+        output_final_state: also return the state behind the last token.
+        chunk_size: tokens of a step of the algorithm; 64 is the one supported.
+        segments: pieces that a sequence is cut into; 1 is the one supported. At 1 no result
+            depends on the batch that it was computed in.
+        out: ``[B, T, HV, 128]`` bf16 that receives the output and is returned as the same object.
+            It may share a buffer with inputs, and no element.
+
+    Returns:
+        ``(o, final_state)``: ``[B, T, HV, 128]`` bf16 and a fresh ``[B, HV, 128, 128]`` f32 tensor,
+        or None where it was not asked for. With ``T == 0`` the final state is the initial one.
+
+    Raises:
+        TypeError: a wrong type or dtype.
+        ValueError: a wrong shape, stride, alignment, device or value; an ``out`` that overlaps an
+            input (or whose overlap cannot be decided in a bounded search); inputs that require
+            grad while grad mode is on (there is no backward; decay may require grad).
+        NotImplementedError: a legal ``segments``, or an architecture, that no kernel serves yet.
+        UnsupportedArchitecture: an architecture that no kernel is meant for.
+        RuntimeError: a first call inside a CUDA-graph capture; see ``linattn.warm_up``.
+    """
+    if (
+        type(q) is Tensor
+        and type(k) is Tensor
+        and type(v) is Tensor
+        and (type(decay) is Tensor or type(decay) is Parameter)
+        and (out is None or type(out) is Tensor)
+        and (initial_state is None or type(initial_state) is Tensor)
+        and not is_compiling()
+    ):
+        return run(
+            q, k, v, decay, scale, initial_state, output_final_state, chunk_size, segments, out
+        )
+    return _dispatched(
+        q, k, v, decay, scale, initial_state, output_final_state, chunk_size, segments, out
+    )
+
+
+class CallPlan:
+    """What one combination of shapes, strides, dtypes and devices needs at every call.
+
+    Attributes:
+        function: the compiled function; None where nothing is launched.
+        device: device of every tensor.
+        out_shape, state_shape: shapes of the results.
+        q_span, k_span, v_span, decay_span, state_span, out_span: bytes from the first element of
+            each tensor to the end of its last.
+        state_strides: strides over sequences and heads, in elements, of the initial state and then
+            of the final one.
+        views: strides to pass q, k, v and out under, where their own will not do; else None.
+        known_gaps: (input, its distance from out) pairs that were found to share no byte.
+    """
+
+    __slots__ = (
+        "decay_span",
+        "device",
+        "function",
+        "k_span",
+        "known_gaps",
+        "out_shape",
+        "out_span",
+        "q_span",
+        "state_shape",
+        "state_span",
+        "state_strides",
+        "v_span",
+        "views",
+    )
+
+    def __init__(
+        self,
+        function: Callable[..., Any] | None,
+        sizes: dict[str, int],
+        tensors: dict[str, Tensor],
+    ) -> None:
+        batch, heads = sizes["B"], sizes["HV"]
+        state = tensors.get("initial_state")
+        spans = {name: validate.span(tensor) for name, tensor in tensors.items()}
+        views = [
+            validate.restride(spec, tensors[spec.name]) if spec.name in tensors else None
+            for spec in _VIEWS
+        ]
+        self.function = function
+        self.device = tensors["q"].device
+        self.out_shape = (batch, sizes["T"], heads, HEAD_DIM)
+        self.state_shape = (batch, heads, HEAD_DIM, HEAD_DIM)
+        self.q_span, self.k_span, self.v_span = spans["q"], spans["k"], spans["v"]
+        self.decay_span = spans["decay"]
+        self.state_span = spans.get("initial_state", 0)
+        self.out_span = spans.get("o", 0)
+        self.state_strides = (
+            *((0, 0) if state is None else (state.stride(0), state.stride(1))),
+            *(heads * HEAD_DIM * HEAD_DIM, HEAD_DIM * HEAD_DIM),
+        )
+        self.views = views if any(views) else None
+        self.known_gaps: set[tuple[str, int]] = set()
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    scale: float,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    chunk_size: int,
+    segments: int | str,
+    out: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """``lightning_attn_fwd`` without torch's dispatcher: the path of every eager call.
+
+    What depends on sizes, strides, dtypes and devices comes from the launcher's memo. Addresses,
+    grad mode and Python scalars are looked at in every call.
+    """
+    if (
+        type(scale) is not float
+        or not isfinite(scale)
+        or type(chunk_size) is not int
+        or chunk_size != CHUNK
+        or type(segments) is not int
+        or segments != 1
+        or type(output_final_state) is not bool
+    ):
+        scale = _scalars(scale, output_final_state, chunk_size, segments)
+    if is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (initial_state is not None and initial_state.requires_grad)
+        or (out is not None and out.requires_grad)
+    ):
+        _refuse_grad(q, k, v, initial_state, out)
+    launcher = launch.current()
+    # fmt: off
+    key: tuple[Any, ...] = (
+        NAME,
+        q.shape, q.stride(), q.dtype, q.device,
+        k.shape, k.stride(), k.dtype, k.device,
+        v.shape, v.stride(), v.dtype, v.device,
+        decay.shape, decay.stride(), decay.dtype, decay.device,
+    )
+    # fmt: on
+    if out is not None:
+        key += (out.shape, out.stride(), out.dtype, out.device)
+    if initial_state is not None:
+        state = initial_state
+        key += ("state", state.shape, state.stride(), state.dtype, state.device)
+    plan: CallPlan | None = launcher.plans.get(key)
+    if plan is None:
+        plan = _plan(launcher, q, k, v, decay, initial_state, out)
+        launcher.remember(key, plan)
+    if plan.function is None:
+        return _launch_nothing(plan, initial_state, output_final_state, out)
+
+    o = _empty(plan.out_shape, _OUT, plan.device) if out is None else out
+    o_at, q_at, k_at, v_at = o.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr()
+    initial_at = 0 if initial_state is None else initial_state.data_ptr()
+    if (o_at | q_at | k_at | v_at | initial_at) & _ALIGNMENT_MASK:
+        _refuse_misaligned(q, k, v, initial_state, o)
+    if out is not None and o_at:
+        end, decay_at = o_at + plan.out_span, decay.data_ptr()
+        if (
+            (q_at < end and o_at < q_at + plan.q_span)
+            or (k_at < end and o_at < k_at + plan.k_span)
+            or (v_at < end and o_at < v_at + plan.v_span)
+            or (initial_at < end and o_at < initial_at + plan.state_span)
+            or (decay_at < end and o_at < decay_at + plan.decay_span)
+        ):
+            _refuse_overlap(plan, q, k, v, decay, initial_state, out)
+    if decay.requires_grad:
+        decay = decay.detach()
+    final = _empty(plan.state_shape, _STATE, plan.device) if output_final_state else None
+    final_at = 0 if final is None else final.data_ptr()
+    if plan.views is not None:
+        q, k, v, view = _restrided(plan.views, q, k, v, o)
+    else:
+        view = o
+    initial_b, initial_h, final_b, final_h = plan.state_strides
+    initial = initial_at, initial_b, initial_h
+    guard = launcher.guard(plan.device)
+    if guard is None:
+        plan.function(q, k, v, view, decay, *initial, final_at, final_b, final_h, scale)
+    else:
+        with guard:
+            plan.function(q, k, v, view, decay, *initial, final_at, final_b, final_h, scale)
+    return o, final
+
+
+def _empty(shape: tuple[int, ...], spec: TensorSpec, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=spec.element.torch, device=device)
+
+
+def _scalars(scale: Any, output_final_state: Any, chunk_size: Any, segments: Any) -> float:
+    """Check the arguments that are no tensors; return the scale as a float."""
+    validate.flag("output_final_state", output_final_state)
+    validate.exactly("chunk_size", chunk_size, CHUNK)
+    dispatch.segments_of(segments)
+    return validate.scalar("scale", scale)
+
+
+def _present(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    initial_state: Tensor | None,
+    out: Tensor | None,
+) -> dict[str, Tensor]:
+    """The tensors that are there, by their name in the signature."""
+    tensors = {"q": q, "k": k, "v": v, "decay": decay}
+    if initial_state is not None:
+        tensors["initial_state"] = initial_state
+    if out is not None:
+        tensors["o"] = out
+    return tensors
+
+
+def _plan(
+    launcher: launch.Launcher,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    initial_state: Tensor | None,
+    out: Tensor | None,
+) -> CallPlan:
+    """Validate a combination seen for the first time, and find what serves it."""
+    tensors = _present(q, k, v, decay, initial_state, out)
+    sizes = validate.check(LIGHTNING_PREFILL, tensors, launcher.accepts)
+    if out is not None:
+        validate.writes_once(_OUT, out)
+    arch = launcher.arch(q.device)
+    chosen = dispatch.select(_OPERATOR, arch, sizes)
+    function = None
+    if chosen.config is not None:
+        function = launcher.ready(_OPERATOR, arch, chosen.config, NAME)
+    return CallPlan(function, sizes, tensors)
+
+
+def _launch_nothing(
+    plan: CallPlan,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    out: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Results of a call without a token, a sequence or a head: the state is the initial one."""
+    o = _empty(plan.out_shape, _OUT, plan.device) if out is None else out
+    if not output_final_state:
+        return o, None
+    final = _empty(plan.state_shape, _STATE, plan.device)
+    return o, final.zero_() if initial_state is None else final.copy_(initial_state)
+
+
+def _restrided(views: Sequence[tuple[int, ...] | None], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The same tensors under the strides that the plan asks for."""
+    return tuple(
+        tensor if strides is None else tensor.as_strided(tensor.shape, strides)
+        for tensor, strides in zip(tensors, views)
+    )
+
+
+def _refuse_grad(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    initial_state: Tensor | None,
+    out: Tensor | None,
+) -> None:
+    named = (("q", q), ("k", k), ("v", v), ("initial_state", initial_state), ("out", out))
+    validate.no_grad(named)
+
+
+def _refuse_misaligned(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    initial_state: Tensor | None,
+    o: Tensor,
+) -> None:
+    for spec, tensor in (*zip(_VIEWS, (q, k, v, o)), (_STATE, initial_state)):
+        if tensor is not None:
+            validate.aligned(spec, tensor)
+
+
+def _refuse_overlap(
+    plan: CallPlan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    initial_state: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Raise if ``out`` shares an element with an input; remember distances that turned out fine."""
+    for name, tensor in _present(q, k, v, decay, initial_state, None).items():
+        gap = (name, tensor.data_ptr() - out.data_ptr())
+        if gap in plan.known_gaps:
+            continue
+        if not validate.disjoint(out, tensor):
+            raise value_error("out", f"a tensor that overlaps {name}", "memory of its own")
+        if len(plan.known_gaps) >= _MAX_KNOWN_GAPS:
+            plan.known_gaps.clear()
+        plan.known_gaps.add(gap)
+
+
+def warm(function: Callable[..., Any], device: torch.device) -> None:
+    """Launch a compiled configuration on one token, which loads its code onto the device."""
+    tensor = torch.zeros((1, 1, 1, HEAD_DIM), dtype=_OUT.element.torch, device=device)
+    decay = torch.zeros(1, dtype=torch.float32, device=device)
+    function(tensor, tensor, tensor, torch.empty_like(tensor), decay, 0, 0, 0, 0, 0, 0, 1.0)
+
+
+# ---------------------------------------------------------------------------------------------
+# The registered operator: what torch.compile, fake tensors and subclasses see
+
+
+def _dispatched(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    scale: float,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    chunk_size: int,
+    segments: int | str,
+    out: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """``lightning_attn_fwd`` through torch's dispatcher."""
+    given: dict[str, Any] = _present(q, k, v, decay, initial_state, out)
+    for name, tensor in given.items():
+        if not isinstance(tensor, Tensor):
+            spec = LIGHTNING_PREFILL[name]
+            raise type_error(spec.label, type(tensor).__name__, f"a tensor {spec.shape_text}")
+    scale = _scalars(scale, output_final_state, chunk_size, segments)
+    if is_grad_enabled():
+        _refuse_grad(q, k, v, initial_state, out)
+    decay = decay.detach()
+    op = torch.ops.linattn.lightning_attn_fwd
+    if out is None:
+        o, final = op.default(q, k, v, decay, scale, initial_state, output_final_state)
+    else:
+        o = out
+        final = op.out(q, k, v, decay, scale, initial_state, output_final_state, out=out)
+    return o, final if output_final_state else None
+
+
+def _functional(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    scale: float,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor]:
+    o, final = run(q, k, v, decay, scale, initial_state, output_final_state, CHUNK, 1, None)
+    return o, _absent_state(q) if final is None else final
+
+
+def _mutating(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    scale: float,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    *,
+    out: Tensor,
+) -> Tensor:
+    _, final = run(q, k, v, decay, scale, initial_state, output_final_state, CHUNK, 1, out)
+    return _absent_state(q) if final is None else final
+
+
+def _fake_functional(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    scale: float,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor]:
+    tensors = _present(q, k, v, decay, initial_state, None)
+    sizes = validate.check(LIGHTNING_PREFILL, tensors, _accept_any, layout=False)
+    o = _empty((sizes["B"], sizes["T"], sizes["HV"], HEAD_DIM), _OUT, q.device)
+    return o, _fake_state(sizes, q, output_final_state)
+
+
+def _fake_mutating(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    scale: float,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    *,
+    out: Tensor,
+) -> Tensor:
+    tensors = _present(q, k, v, decay, initial_state, out)
+    sizes = validate.check(LIGHTNING_PREFILL, tensors, _accept_any, layout=False)
+    return _fake_state(sizes, q, output_final_state)
+
+
+def _fake_state(sizes: dict[str, int], q: Tensor, wanted: bool) -> Tensor:
+    if not wanted:
+        return _absent_state(q)
+    return _empty((sizes["B"], sizes["HV"], HEAD_DIM, HEAD_DIM), _STATE, q.device)
+
+
+def _absent_state(q: Tensor) -> Tensor:
+    """What a registered operator returns for a state that nobody asked for: no elements."""
+    return _empty((0,), _STATE, q.device)
+
+
+def _accept_any(name: str, tensor: Tensor) -> None:
+    """While tracing no launcher is involved, so a tensor on any device is described."""
+
+
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor decay, float scale, Tensor? initial_state, "
+    "bool output_final_state"
+)
+_library.register(f"{NAME}({_ARGUMENTS}) -> (Tensor, Tensor)", _functional, _fake_functional)
+_library.register(
+    f"{NAME}.out({_ARGUMENTS}, *, Tensor(a!) out) -> Tensor", _mutating, _fake_mutating
+)
