@@ -1,0 +1,1 @@
+"""Shared device vocabulary: one topic a file, imported by kernels only."""

@@ -1,0 +1,44 @@
+"""Every inline PTX instruction of the project.
+
+Each wrapper exists because the operation must be exactly that instruction: the compiler may
+contract or reorder ordinary float expressions, and a bitwise contract cannot depend on that.
+"""
+
+from cutlass import Float32, Int32, cute
+
+
+def fma_rn(a: Float32, b: Float32, c: Float32) -> Float32:
+    """``a * b + c`` with one rounding to nearest even."""
+    return cute.arch.inline_ptx(
+        "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};",
+        write_only_types=[Float32],
+        read_only_args=[a, b, c],
+    )
+
+
+def mul_rn(a: Float32, b: Float32) -> Float32:
+    """``a * b`` rounded to nearest even, never contracted into an FMA."""
+    return cute.arch.inline_ptx(
+        "mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+    )
+
+
+def add_rn(a: Float32, b: Float32) -> Float32:
+    """``a + b`` rounded to nearest even, never contracted into an FMA."""
+    return cute.arch.inline_ptx(
+        "add.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+    )
+
+
+def bits_of(value: Float32) -> Int32:
+    """The bit pattern of a float."""
+    return cute.arch.inline_ptx(
+        "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value]
+    )
+
+
+def float_of(bits: Int32) -> Float32:
+    """The float with this bit pattern."""
+    return cute.arch.inline_ptx(
+        "mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits]
+    )

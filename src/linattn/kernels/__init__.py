@@ -1,0 +1,1 @@
+"""Device code: a folder is an operator, a file in it an architecture."""
