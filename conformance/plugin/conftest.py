@@ -1,0 +1,75 @@
+"""Inner pytest runs for the tests of the plugin."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch  # noqa: F401  Inner runs forget what they imported, and torch loads only once a process.
+
+from pytest_kernel_claims import arch
+
+INSTALLED = any(
+    entry.value == "pytest_kernel_claims.plugin"
+    for entry in importlib.metadata.entry_points(group="pytest11")
+)
+# An installed plugin must be named by its entry point: pytest refuses it under a second name.
+LOAD = ("-p", "kernel_claims" if INSTALLED else "pytest_kernel_claims.plugin")
+
+GPUS = {
+    "none": None,
+    "h200": arch.Gpu("NVIDIA H200", (9, 0)),
+    "b200": arch.Gpu("NVIDIA B200", (10, 0)),
+    "b300": arch.Gpu("NVIDIA B300", (10, 3)),
+    "rtx": arch.Gpu("NVIDIA RTX 6000", (12, 0)),
+}
+
+
+class Suite:
+    """A pytest project in a temporary folder, on a machine with the GPU named by ``on``."""
+
+    def __init__(self, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pytester = pytester
+        self._monkeypatch = monkeypatch
+        self.on("none")
+
+    def on(self, gpu: str) -> Suite:
+        return self.detecting(lambda: GPUS[gpu])
+
+    def detecting(self, detect: Callable[[], arch.Gpu | None]) -> Suite:
+        self._monkeypatch.setattr(arch, "detect", detect)
+        return self
+
+    def write(self, text: str, **files: str) -> Suite:
+        self.pytester.makepyfile(test_it=text, **files)
+        return self
+
+    def run(self, *args: str) -> pytest.RunResult:
+        return self.pytester.runpytest_inprocess(*LOAD, "-p", "no:cacheprovider", *args)
+
+    def claims(self, *args: str) -> dict[str, Any]:
+        """Run and read the claims JSON back."""
+        self.run("--claims-json=claims.json", *args)
+        return self.json("claims.json")
+
+    def json(self, name: str) -> dict[str, Any]:
+        def refuse(constant: str) -> None:
+            raise ValueError(f"{constant} is not JSON")
+
+        text = (self.pytester.path / name).read_text(encoding="utf-8")
+        found: dict[str, Any] = json.loads(text, parse_constant=refuse)
+        return found
+
+
+@pytest.fixture
+def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Suite:
+    return Suite(pytester, monkeypatch)
+
+
+@pytest.fixture
+def load_plugin() -> tuple[str, ...]:
+    """Options that load the plugin in a fresh pytest without plugin discovery."""
+    return LOAD

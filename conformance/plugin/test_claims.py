@@ -1,0 +1,516 @@
+"""Claims: from marks and reports to verdicts, the table, the JSON and the matrix."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_kernel_claims import arch, claims
+
+if TYPE_CHECKING:
+    from .conftest import Suite
+
+pytestmark = pytest.mark.claim("PLUGIN-CLAIMS", "a claim is verified only when all of it was shown")
+
+ONE = """
+    import pytest
+
+    @pytest.mark.claim("A", "text")
+    def test_a(): pass
+"""
+
+
+def outcomes(body: str) -> str:
+    """A module with fixtures that fail in either phase and one claim over the tests in body."""
+    return f"""
+import pytest
+pytestmark = pytest.mark.claim("A", "text")
+
+@pytest.fixture
+def bad_setup(): raise RuntimeError("planted")
+
+@pytest.fixture
+def bad_teardown():
+    yield
+    raise RuntimeError("planted")
+
+def test_sound(): pass
+{body}
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "verdict", "counts"),
+    [
+        ("", "verified", {"passed": 1}),
+        ("def test_b(): assert False", "failed", {"passed": 1, "failed": 1}),
+        ("def test_b(bad_setup): pass", "failed", {"passed": 1, "error": 1}),
+        ("def test_b(bad_teardown): pass", "failed", {"passed": 1, "error": 1}),
+        ("def test_b(): pytest.skip('why')", "partial", {"passed": 1, "skipped": 1}),
+        ("@pytest.mark.sm90\ndef test_b(): pass", "partial", {"passed": 1, "skipped": 1}),
+        (
+            "@pytest.mark.xfail\ndef test_b(): assert False",
+            "partial",
+            {"passed": 1, "xfailed": 1},
+        ),
+        ("@pytest.mark.xfail\ndef test_b(): pass", "partial", {"passed": 1, "xpassed": 1}),
+        (
+            "@pytest.mark.xfail(strict=True)\ndef test_b(): pass",
+            "failed",
+            {"passed": 1, "failed": 1},
+        ),
+        (
+            "@pytest.mark.parametrize('n', [1, 2, 3])\ndef test_b(n): assert n < 3",
+            "failed",
+            {"passed": 3, "failed": 1},
+        ),
+    ],
+)
+def test_verdicts(suite: Suite, body: str, verdict: str, counts: dict[str, int]) -> None:
+    claim = suite.write(outcomes(body)).claims()["claims"]["A"]
+    assert claim["verdict"] == verdict
+    assert claim["counts"] == counts
+    assert claim["selected"] == sum(counts.values())
+
+
+@pytest.mark.parametrize("body", ["pytest.skip('no peer')", "pytest.importorskip('no_such')"])
+def test_a_claim_without_a_passing_test_is_not_run(suite: Suite, body: str) -> None:
+    suite.write(f"import pytest\n@pytest.mark.claim('A', 'text')\ndef test_a(): {body}\n")
+    assert suite.claims()["claims"]["A"]["verdict"] == "not run"
+
+
+def test_an_early_stop_is_not_verified(suite: Suite) -> None:
+    suite.write("""
+        import pytest
+
+        @pytest.mark.claim("A", "four rows")
+        @pytest.mark.parametrize("n", range(4))
+        def test_a(n): pass
+
+        def test_b(): pass
+    """)
+    assert suite.claims()["claims"]["A"]["verdict"] == "verified"
+    suite.pytester.makeconftest("""
+        def pytest_runtest_logfinish(nodeid):
+            if nodeid.endswith("[1]"):
+                session.shouldstop = "planted stop"
+
+        def pytest_sessionstart(session):
+            globals()["session"] = session
+    """)
+    result = suite.run("--claims-json=claims.json")
+    claim = suite.json("claims.json")["claims"]["A"]
+    assert (claim["verdict"], claim["counts"]) == ("partial", {"not run": 2, "passed": 2})
+    result.stdout.fnmatch_lines(["*1 claim: the run ended before all its tests had run [[]A]"])
+
+
+def test_deselected_tests_are_named_and_not_counted(suite: Suite) -> None:
+    suite.write("""
+        import pytest
+
+        @pytest.mark.claim("A", "two rows")
+        @pytest.mark.parametrize("n", [1, 2])
+        def test_a(n): assert n == 1
+
+        @pytest.mark.claim("B", "other")
+        def test_b(): pass
+    """)
+    found = suite.claims("-k", "1")["claims"]
+    assert found.keys() == {"A"}
+    assert (found["A"]["verdict"], found["A"]["selected"], found["A"]["deselected"]) == (
+        "verified",
+        1,
+        1,
+    )
+    suite.run("-k", "1").stdout.fnmatch_lines(["A  verified  *1/1  any  two rows (1 deselected)"])
+
+
+def test_module_class_and_function_claims_add_up(suite: Suite) -> None:
+    suite.write("""
+        import pytest
+        pytestmark = [pytest.mark.claim("M", "module"), pytest.mark.bitwise]
+
+        @pytest.mark.claim("C", "class")
+        class TestGroup:
+            @pytest.mark.claim("F", "one")
+            @pytest.mark.claim(id="G", text="two")
+            @pytest.mark.sm90
+            def test_in(self): pass
+
+        @pytest.mark.claim("M", "module")
+        def test_out(): pass
+    """)
+    found = suite.on("h200").claims()["claims"]
+    assert {key: (claim["text"], claim["selected"]) for key, claim in found.items()} == {
+        "M": ("module", 2),
+        "C": ("class", 1),
+        "F": ("one", 1),
+        "G": ("two", 1),
+    }
+    assert found["G"]["kinds"] == ["bitwise"]
+    assert found["G"]["arches"] == ["sm90"]
+
+
+@pytest.mark.parametrize(
+    ("marks", "line"),
+    [
+        ("claim('A', 'other')", "claim A has two texts: 'text' and (in *test_b) 'other'"),
+        ("claim('A')", "*test_b: got claim with ('A',) {}, expected claim(id, text)"),
+        ("claim('B', 'text', 3)", "*expected claim(id, text)"),
+        ("claim('B', id='C')", "*expected claim(id, text)"),
+        ("claim('B', '')", "*expected claim(id, text)"),
+    ],
+)
+def test_a_wrong_claim_stops_the_run(suite: Suite, marks: str, line: str) -> None:
+    suite.write(outcomes(f"@pytest.mark.{marks}\ndef test_b(): pass"))
+    result = suite.run("--claims-json=claims.json")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: {line}"])
+    assert not (suite.pytester.path / "claims.json").exists()
+
+
+def test_table_and_closing_words(suite: Suite) -> None:
+    suite.write("""
+        import pytest
+
+        @pytest.mark.claim("LA-1", "needs a GPU")
+        @pytest.mark.sm90
+        @pytest.mark.parametrize("n", [1, 2])
+        def test_a(n): pass
+
+        @pytest.mark.claim("LA-2", "also")
+        @pytest.mark.sm90
+        def test_b(): pass
+
+        @pytest.mark.claim("LA-30", "measured")
+        @pytest.mark.parametrize("n", [2, 4, 3])
+        def test_c(n, measured): measured("error", n, limit=5, unit="us")
+    """)
+    suite.pytester.makepyfile(test_broken="import no_such_module")
+    result = suite.run("--continue-on-collection-errors")
+    result.stdout.fnmatch_lines(
+        [
+            "*= claims =*",
+            "LA-1   not run       0/2  sm90  needs a GPU (2 skipped)",
+            "LA-2   not run       0/1  sm90  also (1 skipped)",
+            "LA-30  verified      3/3  any   measured",
+            "       worst: error 4 us (limit 5)",
+            "3 claims: 1 verified, 2 not run",
+            "not shown by this run:",
+            "  2 claims: needs sm90; GPU here: none [[]LA-1 LA-2[]]",
+            "  claims in 1 module(s) that failed at import are not counted",
+        ]
+    )
+
+
+def test_workers_report_as_one(suite: Suite, load_plugin: tuple[str, ...]) -> None:
+    pytest.importorskip("xdist")
+    suite.write(
+        outcomes("""
+@pytest.mark.sm90
+def test_gpu(): pass
+
+@pytest.mark.claim("B", "rows")
+@pytest.mark.parametrize('n', range(5))
+def test_rows(n, measured, codegen):
+    measured("n", n, limit=4)
+    codegen.record_cubin(f"cubin {n}", bytes([n]))
+""")
+    )
+    alone = suite.claims("-p", "no:xdist")
+    suite.pytester.runpytest_subprocess(
+        *load_plugin, "-n", "2", "--gpu-arch=none", "--claims-json=x.json"
+    ).assert_outcomes(passed=6, skipped=1)
+    spread = suite.json("x.json")
+    for run in (alone, spread):
+        for claim in run["claims"].values():
+            claim["tests"] = {
+                test: {**row, "reason": ""} for test, row in sorted(claim["tests"].items())
+            }
+    assert spread["claims"] == alone["claims"]
+    assert spread["cubins"] == alone["cubins"]
+    assert len(spread["cubins"]) == 5
+    assert spread["claims"]["B"]["worst"]["n"]["value"] == 4
+
+
+def test_a_wrong_claim_on_a_worker_fails_the_run(
+    suite: Suite, load_plugin: tuple[str, ...]
+) -> None:
+    pytest.importorskip("xdist")
+    suite.write(outcomes("@pytest.mark.claim('A', 'other')\ndef test_b(): pass"))
+    result = suite.pytester.runpytest_subprocess(*load_plugin, "-n", "1", "--claims-json=x.json")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stdout.fnmatch_lines(["ERROR: claim A has two texts*"])
+    assert not (suite.pytester.path / "x.json").exists()
+
+
+def test_a_lost_worker_is_a_failure(suite: Suite, load_plugin: tuple[str, ...]) -> None:
+    pytest.importorskip("xdist")
+    suite.write(outcomes("def test_crash():\n    import os\n    os._exit(7)"))
+    suite.pytester.runpytest_subprocess(*load_plugin, "-n", "1", "--claims-json=x.json")
+    claim = suite.json("x.json")["claims"]["A"]
+    assert claim["verdict"] == "failed"
+
+
+# --- measured -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "passes"),
+    [
+        ("'x', 1.0", True),
+        ("'x', 1.0, limit=1.0", True),
+        ("'x', 1.1, limit=1.0", False),
+        ("'x', 0.9, limit=1.0, better='higher'", False),
+        ("'x', 1.0, limit=1.0, better='higher'", True),
+        ("'x', float('nan'), limit=1.0", False),
+        ("'x', float('nan'), limit=1.0, better='higher'", False),
+        ("'x', float('nan')", False),
+        ("'x', 1.0, limit=float('nan')", False),
+        ("'x', float('inf'), limit=1.0", False),
+        ("'x', 1.0, better='faster'", False),
+    ],
+)
+def test_measured_judges(suite: Suite, call: str, passes: bool) -> None:
+    suite.write(outcomes(f"def test_b(measured): measured({call})"))
+    claim = suite.claims()["claims"]["A"]
+    assert claim["verdict"] == ("verified" if passes else "failed")
+    assert len(claim["tests"]["test_it.py::test_b"]["measured"]) == ("faster" not in call)
+
+
+def test_the_worst_figure_is_the_one_closest_to_its_limit(suite: Suite) -> None:
+    suite.write("""
+        import pytest
+        ROWS = [(1.0, 10.0), (0.5, 0.6), (5.0, 100.0)]
+
+        @pytest.mark.claim("A", "text")
+        @pytest.mark.parametrize("value, limit", ROWS)
+        def test_a(measured, value, limit):
+            measured("error", value, limit)
+            measured("rate", value, limit / 100, better="higher")
+            measured("seen", value)
+            measured("seen", 2.0, better="higher")
+    """)
+    worst = suite.claims()["claims"]["A"]["worst"]
+    assert (worst["error"]["value"], worst["error"]["limit"]) == (0.5, 0.6)
+    assert (worst["rate"]["value"], worst["rate"]["limit"]) == (5.0, 1.0)
+    assert worst["error"]["test"] == "test_it.py::test_a[0.5-0.6]"
+
+
+def test_a_violation_outranks_everything() -> None:
+    near = claims.Measurement("x", 0.99, 1.0)
+    beyond = claims.Measurement("x", 1.01, 1.0)
+    nothing = claims.Measurement("x", float("nan"), 1.0)
+    free = claims.Measurement("x", 1e9)
+    assert free.badness < near.badness < beyond.badness < nothing.badness
+
+
+# --- JSON -----------------------------------------------------------------------------------
+
+
+def test_provenance(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LINATTN_COMMIT", "feedbeef")
+    monkeypatch.setattr(claims, "_git", lambda root, *args: None)
+    monkeypatch.setattr(arch, "driver_version", lambda: "580.95.05")
+    suite.on("h200").write("""
+        import pytest
+
+        @pytest.mark.claim("A", "text")
+        def test_a(codegen): codegen.record_cubin("prefill", b"machine code")
+    """)
+    found = suite.claims("--gpu-arch=sm90", str(suite.pytester.path / "test_it.py"))
+    assert (found["commit"], found["dirty"]) == ("feedbeef", None)
+    assert found["gpu"] == {"name": "NVIDIA H200", "sm": "sm90", "driver": "580.95.05"}
+    assert found["cubins"] == {"prefill": hashlib.sha256(b"machine code").hexdigest()}
+    assert found["args"][-2:] == ["--gpu-arch=sm90", "test_it.py"]
+    assert found["schema"] == claims.SCHEMA
+    assert found["emulator"] is None
+    assert {"torch", "cutlass_dsl", "python", "when", "exitstatus"} <= found.keys()
+
+
+def test_the_commit_comes_from_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LINATTN_COMMIT", "feedbeef")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+
+    def git(*args: str) -> None:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", *who, *args], cwd=tmp_path, check=True, capture_output=True)
+
+    assert claims.source_state(tmp_path) == {"commit": "feedbeef", "dirty": None}
+    git("init")
+    (tmp_path / "a").write_text("a")
+    git("add", "a")
+    git("commit", "-m", "a")
+    clean = claims.source_state(tmp_path)
+    assert len(clean["commit"]) == 40
+    assert clean["dirty"] is False
+    (tmp_path / "a").write_text("b")
+    assert claims.source_state(tmp_path) == {**clean, "dirty": True}
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "claims.json"
+    claims.write_json(path, {"figure": float("nan"), "list": [float("inf")]})
+    assert json.loads(path.read_text()) == {"figure": "nan", "list": ["inf"]}
+    before = path.read_text()
+    with pytest.raises(TypeError):
+        claims.write_json(path, {"not JSON": object()})
+    assert path.read_text() == before
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_one_name_for_two_cubins_is_told(suite: Suite) -> None:
+    suite.write(
+        outcomes("def test_b(codegen):\n    for x in b'ab': codegen.record_cubin('k', bytes([x]))")
+    )
+    suite.run().stdout.fnmatch_lines(["cubin k came in 2 versions*"])
+    assert len(suite.claims()["cubins"]["k"].split()) == 2
+
+
+def test_junit_carries_claims_and_figures(suite: Suite) -> None:
+    suite.write(outcomes("def test_b(measured): measured('error', 0.25, limit=1)"))
+    suite.run("--junitxml=junit.xml")
+    text = (suite.pytester.path / "junit.xml").read_text()
+    assert text.count('<property name="claim"') == 2
+    assert text.count('<property name="measured"') == 1
+    assert "0.25" in text
+
+
+@pytest.mark.parametrize(
+    ("required", "status", "told"),
+    [
+        ("A  # a comment\n\n# another\n", 0, None),
+        ("A\nB\n", 1, "required claims not verified: B (not run)"),
+        ("A\nC\n", 1, "required claims not verified: C (no test ran)"),
+        ("# only a comment\n", 4, None),
+        (None, 4, None),
+    ],
+)
+def test_required_claims(suite: Suite, required: str | None, status: int, told: str | None) -> None:
+    suite.write(
+        ONE
+        + "\n    @pytest.mark.claim('B', 'gpu')\n    @pytest.mark.sm90\n    def test_b(): pass\n"
+    )
+    if required is not None:
+        (suite.pytester.path / "required.txt").write_text(required)
+    result = suite.run("--require-claims=required.txt", "--claims-json=claims.json")
+    assert result.ret == status
+    if told:
+        result.stdout.fnmatch_lines([told])
+    if status < 4:
+        assert suite.json("claims.json")["exitstatus"] == status
+
+
+# --- merge ----------------------------------------------------------------------------------
+
+
+def run_file(path: Path, where: str, **verdicts: str) -> str:
+    """A claims file; the claims G* need a GPU."""
+    machines: dict[str, dict[str, Any]] = {
+        "gpu": {"gpu": {"name": "NVIDIA H200", "sm": "sm90", "driver": "580"}, "emulator": None},
+        "emulated": {"gpu": None, "emulator": {"name": "ptx_emulator", "sm": ["sm90"]}},
+        "cpu": {"gpu": None, "emulator": None},
+    }
+    found = {
+        key: {
+            "text": f"text of {key} | bar",
+            "arches": ["sm90"] * key.startswith("G"),
+            "verdict": verdict,
+            "selected": 3,
+            "deselected": 0,
+            "counts": {"passed": 3 * (verdict == "verified")},
+        }
+        for key, verdict in verdicts.items()
+    }
+    about = {"commit": "0123456789abcdef", "dirty": True, "torch": "2.11", "cutlass_dsl": "4.8.1"}
+    when = "2026-05-01T10:00:00+00:00"
+    run = {"schema": claims.SCHEMA, **about, "when": when, **machines[where], "claims": found}
+    name = path / f"{where}{len(list(path.iterdir()))}.json"
+    name.write_text(json.dumps(run))
+    return str(name)
+
+
+def test_merge_sets_machines_side_by_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [
+        run_file(tmp_path, "cpu", C1="verified", G1="not run", G2="not run", G3="not run"),
+        run_file(tmp_path, "emulated", G1="verified", G2="verified"),
+        run_file(tmp_path, "gpu", C1="verified", G1="verified"),
+    ]
+    assert claims.main(["merge", *files]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "| claim | statement | NVIDIA H200 (sm90) | emulated sm90 | no GPU |"
+    assert lines[2] == r"| C1 | text of C1 \| bar | verified 3/3 |  | verified 3/3 |"
+    assert lines[3] == r"| G1 | text of G1 \| bar | verified 3/3 | verified 3/3 | not run 0/3 |"
+    assert lines[-3:] == [
+        "Verified in emulation only, on no GPU: G2.",
+        "",
+        "Verified nowhere: G3.",
+    ]
+    origin = "commit 0123456789ab with local changes, torch 2.11, driver 580, CuTe DSL 4.8.1"
+    assert f"- NVIDIA H200 (sm90): {origin}, 2026-05-01" in lines
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "cell"),
+    [
+        (["verified", "not run"], "verified 3/3"),
+        (["verified", "partial"], "partial 0/3"),
+        (["verified", "failed", "partial"], "failed 0/3"),
+    ],
+)
+def test_runs_on_one_gpu_share_a_column(tmp_path: Path, verdicts: list[str], cell: str) -> None:
+    runs = [claims.load(run_file(tmp_path, "gpu", G1=verdict)) for verdict in verdicts]
+    (column,) = claims.columns(runs)
+    assert column.cell("G1")[1] == cell
+
+
+def test_merge_into_a_document(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    file = run_file(data, "gpu", G1="verified")
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{claims.BEGIN}\nold\n{claims.END}\nafter\n")
+    arguments = ["merge", "--into", str(readme), file]
+    assert claims.main([*arguments, "--check"]) == 1
+    assert "old" in readme.read_text()
+    assert claims.main(arguments) == 0
+    assert claims.main([*arguments, "--check"]) == 0
+    text = readme.read_text()
+    assert text.startswith(f"before\n{claims.BEGIN}\n| claim |")
+    assert text.endswith(f"2026-05-01\n{claims.END}\nafter\n")
+    assert "old" not in text
+
+
+@pytest.mark.parametrize(
+    ("document", "content", "told"),
+    [
+        ("no markers", None, "expected one <!-- claims:begin -->"),
+        (f"{claims.END}{claims.BEGIN}", None, "before <!-- claims:end -->"),
+        (f"{claims.BEGIN}{claims.END}", "{}", "expected a claims file of schema"),
+        (f"{claims.BEGIN}{claims.END}", "not JSON", "Expecting value"),
+    ],
+)
+def test_merge_refuses(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    document: str,
+    content: str | None,
+    told: str,
+) -> None:
+    file = run_file(tmp_path, "gpu", G1="verified")
+    if content is not None:
+        Path(file).write_text(content)
+    readme = tmp_path / "README.md"
+    readme.write_text(document)
+    with pytest.raises(SystemExit) as stop:
+        claims.main(["merge", "--into", str(readme), file])
+    assert stop.value.code == 2
+    assert told in capsys.readouterr().err
+    assert readme.read_text() == document

@@ -1,0 +1,248 @@
+"""Which GPU tests run on: families, detection, ``--gpu-arch`` and the seam for device providers.
+
+A family marker means "needs a GPU whose compute capability is in this tuple": exact, not a
+minimum, because architecture-specific code does not load on a newer GPU. Several family markers
+on one test mean any of them. The machine is looked at once, when the first test needs to know.
+
+Two seams:
+
+* ``detect`` is called through this module, so a test may replace it
+  (``monkeypatch.setattr(arch, "detect", lambda: arch.Gpu("NVIDIA H200", (9, 0)))``).
+* ``pytest_kernel_claims_device`` is a hook: a plugin that can run kernels without a GPU answers
+  ``--gpu-arch=emulated`` with a ``DeviceProvider``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import pytest
+
+if TYPE_CHECKING:
+    import torch
+
+Capability = tuple[int, int]
+
+FAMILIES: dict[str, tuple[Capability, ...]] = {
+    "sm90": ((9, 0),),
+    "sm100": ((10, 0), (10, 3)),
+    "sm103": ((10, 3),),
+}
+ANY_GPU = "gpu"
+EMULATED: dict[str, str | None] = {
+    "emulated": None,
+    "emulated-sm90": "sm90",
+    "emulated-sm100": "sm100",
+}
+CHOICES = ("any", "none", *FAMILIES, *EMULATED)
+
+FOREIGN_MARKERS = pytest.StashKey[frozenset[str]]()
+"""Names of this plugin's markers that the tested project has registered for itself."""
+
+
+def sm_name(capability: Capability) -> str:
+    """``(9, 0)`` -> ``"sm90"``."""
+    return f"sm{capability[0]}{capability[1]}"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A CUDA GPU: product name, compute capability, and its index among the visible ones."""
+
+    name: str
+    capability: Capability
+    index: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.capability[0]}.{self.capability[1]})"
+
+
+class DeviceProvider(Protocol):
+    """Stands in for a GPU under ``--gpu-arch=emulated...``."""
+
+    @property
+    def name(self) -> str:
+        """Shown in reports, for example ``"ptx_emulator"``."""
+
+    @property
+    def capabilities(self) -> tuple[Capability, ...]:
+        """Compute capabilities it can run, the preferred one first; never empty."""
+
+    def open(
+        self, node: pytest.Item, capability: Capability
+    ) -> AbstractContextManager[torch.device]:
+        """For one test: make kernels of ``capability`` runnable, give the tensors' device."""
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_kernel_claims_device(config: pytest.Config, arch: str | None) -> DeviceProvider | None:
+    """Return a provider for ``--gpu-arch=emulated`` (``arch`` None: whatever a test needs) or
+    ``--gpu-arch=emulated-sm90`` (``arch`` "sm90"); None when this plugin cannot.
+    Implementations outside this package are declared with ``optionalhook=True``."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What tests may run on: a GPU, or a provider, or (both None) only the CPU."""
+
+    gpu: Gpu | None = None
+    provider: DeviceProvider | None = None
+    hidden: bool = False
+
+    @property
+    def capabilities(self) -> tuple[Capability, ...]:
+        if self.provider is not None:
+            return self.provider.capabilities
+        return (self.gpu.capability,) if self.gpu is not None else ()
+
+    def __str__(self) -> str:
+        if self.provider is not None:
+            listed = ", ".join(map(sm_name, self.capabilities))
+            return f"emulated here: {listed} by {self.provider.name}"
+        if self.hidden:
+            return "GPU here: none (hidden by --gpu-arch=none)"
+        return f"GPU here: {self.gpu or 'none'}"
+
+    def choose(self, needs: tuple[str, ...]) -> Capability | None:
+        """The capability a test with these markers runs on, or None when it cannot run.
+
+        ``needs`` holds family names and ``"gpu"``; empty means whatever there is.
+        """
+        for capability in self.capabilities:
+            if not needs or ANY_GPU in needs or any(capability in FAMILIES[n] for n in needs):
+                return capability
+        return None
+
+
+_MACHINE = pytest.StashKey[Machine]()
+
+
+def detect() -> Gpu | None:
+    """The GPU that torch would use, or None. Initialises CUDA where there is one."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    if not torch.cuda.is_available():
+        return None
+    index = torch.cuda.current_device()
+    major, minor = torch.cuda.get_device_capability(index)
+    return Gpu(torch.cuda.get_device_name(index), (major, minor), index)
+
+
+def driver_version() -> str | None:
+    """Version of the NVIDIA kernel driver, or None; asks no CUDA library."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        text = _nvidia_smi_driver()
+    found = re.search(r"\b\d{3}(?:\.\d+)+\b", text)
+    return found[0] if found else None
+
+
+def _nvidia_smi_driver() -> str:
+    import subprocess
+
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+
+def machine(config: pytest.Config) -> Machine:
+    """The machine of this session; looked at on the first call."""
+    if _MACHINE not in config.stash:
+        hidden = config.getoption("gpu_arch") == "none"
+        config.stash[_MACHINE] = Machine(hidden=True) if hidden else Machine(gpu=detect())
+    return config.stash[_MACHINE]
+
+
+def known_machine(config: pytest.Config) -> Machine | None:
+    """The machine if a test or option has already asked for it, else None."""
+    return config.stash.get(_MACHINE, None)
+
+
+def configure(config: pytest.Config) -> None:
+    """Fulfil ``--gpu-arch`` before collection, or stop the run.
+
+    Raises pytest.UsageError (exit 4) when a named architecture is not there.
+    """
+    wanted: str = config.getoption("gpu_arch")
+    if wanted == "none":
+        _hide_gpus(config)
+    elif wanted in EMULATED:
+        config.stash[_MACHINE] = Machine(provider=_provider(config, wanted))
+    elif wanted in FAMILIES and machine(config).choose((wanted,)) is None:
+        listed = " or ".join(f"{major}.{minor}" for major, minor in FAMILIES[wanted])
+        raise pytest.UsageError(
+            f"--gpu-arch={wanted} requires a GPU of compute capability {listed}; {machine(config)}"
+        )
+
+
+def _hide_gpus(config: pytest.Config) -> None:
+    """Tests that ask torch themselves, and child processes, must see no GPU either."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    def restore() -> None:
+        if before is None:
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    config.add_cleanup(restore)
+
+
+def _provider(config: pytest.Config, wanted: str) -> DeviceProvider:
+    provider: DeviceProvider | None = config.hook.pytest_kernel_claims_device(
+        config=config, arch=EMULATED[wanted]
+    )
+    if provider is None:
+        raise pytest.UsageError(
+            f"--gpu-arch={wanted} needs an emulator, and no installed plugin provides one "
+            "(hook pytest_kernel_claims_device)"
+        )
+    return provider
+
+
+def marks(item: pytest.Item, name: str) -> Iterator[pytest.Mark]:
+    """Marks of this name on a test, nearest first; none when the project owns the name."""
+    if name not in item.config.stash.get(FOREIGN_MARKERS, frozenset()):
+        yield from item.iter_markers(name)
+
+
+def needs(item: pytest.Item) -> tuple[str, ...]:
+    """Architecture markers of a test: family names and ``"gpu"``, in the order of the table."""
+    return tuple(name for name in (*FAMILIES, ANY_GPU) if any(marks(item, name)))
+
+
+def skip_reason(item: pytest.Item) -> str | None:
+    """Why a test cannot run on this machine, or None. Looks at the machine only if it must."""
+    wanted = needs(item)
+    if not wanted or machine(item.config).choose(wanted) is not None:
+        return None
+    return f"needs {' or '.join(wanted)}; {machine(item.config)}"
+
+
+@contextmanager
+def open_device(item: pytest.Item) -> Iterator[torch.device]:
+    """The torch device a test computes on; skips the test when there is none."""
+    here = machine(item.config)
+    capability = here.choose(needs(item))
+    if capability is None:
+        pytest.skip(f"needs a GPU; {here}")
+    if here.provider is not None:
+        with here.provider.open(item, capability) as device:
+            yield device
+    elif here.gpu is not None:
+        import torch
+
+        yield torch.device("cuda", here.gpu.index)

@@ -1,0 +1,166 @@
+"""Hooks and fixtures. The rooms behind the fixtures are imported when a test first uses one."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_kernel_claims import arch, claims
+
+if TYPE_CHECKING:
+    import torch
+
+    from pytest_kernel_claims.codegen import Codegen
+    from pytest_kernel_claims.compare import BitwiseCheck, NumericCheck, Poison
+
+KINDS = {
+    "bitwise": "results are equal bit for bit",
+    "numeric": "results lie within stated bounds of a reference",
+    "determinism": "repeats give the same bits",
+    "dispatch": "which kernel serves which problem, and what is refused",
+    "no_host_sync": "the host path reads no device value and never waits",
+    "codegen": "properties of the generated machine code",
+    "perf": "speed",
+}
+
+MARKERS = {
+    **{
+        name: f"{name}: needs a GPU (or its emulation) of compute capability "
+        + " or ".join(f"{major}.{minor}" for major, minor in capabilities)
+        for name, capabilities in arch.FAMILIES.items()
+    },
+    arch.ANY_GPU: "gpu: needs a GPU (or its emulation), whatever its compute capability",
+    **{name: f"{name}: kind of claim: {what}" for name, what in KINDS.items()},
+    "claim": "claim(id, text): a published statement that this test verifies; may be repeated",
+    "sanitize": "sanitize(*tools): names the compute-sanitizer tools (all, when empty) that this "
+    "test is meant to be run under; by itself only a tag",
+    "timing": "timing(processes=, warmup=, iterations=, escalate=): protocol by which a perf test "
+    "is meant to be measured; by itself only a tag",
+    "ratio_set": "ratio_set(name, rows=, worst=, geomean=): the set of rows that a perf test's "
+    "ratio belongs to and the limits of that set; by itself only a tag",
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("kernel claims")
+    group.addoption(
+        "--gpu-arch",
+        choices=arch.CHOICES,
+        default="any",
+        help="GPU to run on: 'any' uses what is there and skips the rest, 'none' hides GPUs, a "
+        "named architecture is required, 'emulated' needs a plugin that provides an emulator",
+    )
+    group.addoption(
+        "--claims-json", metavar="PATH", help="write verdicts and provenance of all claims to PATH"
+    )
+    group.addoption(
+        "--require-claims",
+        metavar="FILE",
+        help="fail unless every claim listed in FILE (an id a line, # comments) is verified",
+    )
+    group.addoption("--sanitizer", help=argparse.SUPPRESS)
+
+
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    pluginmanager.add_hookspecs(arch)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    _register_markers(config)
+    if config.getoption("sanitizer") is not None:
+        raise pytest.UsageError(
+            "--sanitizer: the sanitizer room of pytest_kernel_claims is not built; "
+            "nothing would be checked, so nothing is run"
+        )
+    arch.configure(config)
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(claims.Collector(config), "kernel_claims_collector")
+
+
+def _register_markers(config: pytest.Config) -> None:
+    """A marker that the project has registered under one of our names stays the project's."""
+    theirs = {line.partition(":")[0].partition("(")[0].strip() for line in config.getini("markers")}
+    config.stash[arch.FOREIGN_MARKERS] = frozenset(theirs & MARKERS.keys())
+    for name, line in MARKERS.items():
+        if name not in theirs:
+            config.addinivalue_line("markers", line)
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    if config.getoption("gpu_arch") == "any":
+        return None
+    return f"kernel claims: --gpu-arch={config.getoption('gpu_arch')}; {arch.machine(config)}"
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    claims.note_deselected(items)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    try:
+        claims.attach(session.items, KINDS)
+    except pytest.UsageError as error:
+        if not hasattr(session.config, "workerinput"):
+            raise
+        # A worker cannot stop an xdist run with a message: its reports tell the controller.
+        claims.attach_error(session.items, str(error))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    reason = arch.skip_reason(item)
+    if reason is not None:
+        # A mark, not pytest.skip(): pytest then reports the test's own location.
+        item.add_marker(pytest.mark.skip(reason=reason), append=False)
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """torch.device to compute on: the GPU, or what the emulator provides; skips without either."""
+    with arch.open_device(request.node) as opened:
+        yield opened
+
+
+@pytest.fixture
+def measured(request: pytest.FixtureRequest) -> claims.Measured:
+    """``measured(name, value, limit=None, unit=None, better="lower")``: record a figure with the
+    claims of this test; the test fails when the figure violates its limit or is NaN."""
+    return claims.Measured(request.node)
+
+
+@pytest.fixture
+def assert_bitwise() -> BitwiseCheck:
+    """``assert_bitwise(got, want, names=None)``, see ``compare.assert_bitwise``."""
+    from pytest_kernel_claims import compare
+
+    return compare.assert_bitwise
+
+
+@pytest.fixture
+def assert_numeric(request: pytest.FixtureRequest) -> NumericCheck:
+    """``compare.assert_numeric`` that also records its figures with the claims of this test."""
+    from pytest_kernel_claims import compare
+
+    return compare.NumericCheck(claims.Measured(request.node))
+
+
+@pytest.fixture
+def poison() -> Iterator[Poison]:
+    """Output tensors full of NaN inside guard bands, checked at the end of the test."""
+    from pytest_kernel_claims import compare
+
+    poisoned = compare.Poison()
+    yield poisoned
+    poisoned.check()
+
+
+@pytest.fixture
+def codegen(request: pytest.FixtureRequest) -> Codegen:
+    """Facts of generated code; skips the test when the disassembler or ptxas is missing."""
+    from pytest_kernel_claims import codegen as room
+
+    return room.Codegen(request.node)
