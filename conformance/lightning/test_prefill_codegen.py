@@ -1,0 +1,72 @@
+"""Fixed-length prefill: what the compiler makes of every shipped configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from linattn.host import cache, dispatch
+from linattn.host.arch import Arch
+
+pytestmark = pytest.mark.codegen
+
+SHIPPED = [
+    pytest.param(operator, family, config, id=f"{config.name()}-{family}")
+    for (operator, family), kernel in dispatch.TABLE.items()
+    if operator == "lightning_prefill"
+    for config in kernel.configs
+]
+TARGETS = {"sm90": "sm_90a"}
+HGMMA = 24
+"""8 for the score, 8 for the inter product, 4 each for intra and carry: the data sheet's table."""
+
+
+@pytest.fixture
+def entry(operator: str, family: str, config: Any) -> cache.Loaded:
+    return cache.get(operator, TARGETS[family], config)
+
+
+@pytest.mark.claim("LA-20", "machine code has no stack, no local memory and no spill")
+@pytest.mark.parametrize(("operator", "family", "config"), SHIPPED)
+def test_no_local_memory(entry: cache.Loaded, config: Any, codegen: Any, measured: Any) -> None:
+    (facts,) = codegen.cubin_facts(entry.cubin(), config.name())
+    codegen.assert_no_local_memory(facts)
+    measured("registers", facts.registers, 255)
+
+
+@pytest.mark.claim("LA-21", "tensor-core instructions are those of the data sheet")
+@pytest.mark.parametrize(("operator", "family", "config"), SHIPPED)
+def test_tensor_core_count(entry: cache.Loaded, codegen: Any) -> None:
+    codegen.assert_tensor_core_count(codegen.cubin_facts(entry.cubin()), HGMMA, "HGMMA")
+
+
+@pytest.mark.claim("LA-22", "ptxas has no advisory and no warning")
+@pytest.mark.parametrize(("operator", "family", "config"), SHIPPED)
+def test_no_advisories(entry: cache.Loaded, codegen: Any) -> None:
+    """C75xx would mean serialised WGMMA or ignored register targets."""
+    codegen.assert_no_advisories(entry.ptx())
+    (bounds,) = codegen.ptx_launch_bounds(entry.ptx())
+    assert bounds == {"reqntid": (160, 1, 1), "minnctapersm": (1,)}
+
+
+@pytest.mark.claim("LA-23", "no approximate instruction lies on a path to an output")
+@pytest.mark.parametrize(("operator", "family", "config"), SHIPPED)
+def test_no_approximations(entry: cache.Loaded, codegen: Any) -> None:
+    opcodes = codegen.ptx_opcodes(entry.ptx())
+    assert opcodes.total() > 100
+    assert not [name for name in opcodes if ".approx" in name or ".ftz" in name]
+
+
+@pytest.mark.claim("LA-24", "a build is a function of the sources: two builds give one cubin")
+@pytest.mark.parametrize(("operator", "family", "config"), SHIPPED)
+def test_reproducible_build(operator: str, family: str, config: Any, entry: cache.Loaded) -> None:
+    from linattn.host.compile import build
+
+    assert build(operator, TARGETS[family], config).cubin == entry.cubin()
+
+
+def test_every_family_has_a_target() -> None:
+    assert {Arch.parse(target).families[0] for target in TARGETS.values()} == {
+        family for operator, family in dispatch.TABLE if operator == "lightning_prefill"
+    }
