@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from linattn.host import validate
 from linattn.host.arch import Arch
 from linattn.host.launch import Launcher
+from linattn.host.signature import SIGNATURES, Kind
 from linattn.reference import lightning_recurrent
 
 HEAD_DIM = 128
@@ -54,6 +56,31 @@ class ReferenceLauncher(HostLauncher):
                 _state(final_at, shape, final_b, final_h).copy_(final)
 
         return launch
+
+
+class CheckingLauncher(ReferenceLauncher):
+    """Its functions refuse what compiled ones refuse, in words that are not the operator's."""
+
+    function_checks = True
+
+    def function(self, operator: str, arch: Arch, config: Any) -> Callable[..., Any]:
+        launch = super().function(operator, arch, config)
+        signature = SIGNATURES[operator]
+        names = [spec.name for spec in signature.tensors if spec.kind is not Kind.STATE]
+
+        def checked(*arguments: Any) -> None:
+            tensors = dict(zip(names, arguments))
+            try:
+                validate.check(signature, tensors, self.accepts)
+                if any(
+                    validate.restride(signature[name], x) is not None for name, x in tensors.items()
+                ):
+                    raise ValueError("odd stride")
+            except (TypeError, ValueError):
+                raise RuntimeError("refused by the compiled function") from None
+            launch(*arguments)
+
+        return checked
 
 
 def _state(address: int, shape: tuple[int, ...], stride_b: int, stride_h: int) -> torch.Tensor:

@@ -31,7 +31,11 @@ class Launcher:
 
     Attributes:
         plans: memo of validated calls, by a key that covers everything validation depends on.
+        function_checks: whether its functions themselves refuse tensors of another rank, dtype,
+            device, shape or stride than their signature's, as those compiled through TVM-FFI do.
     """
+
+    function_checks = False
 
     def __init__(self) -> None:
         self.plans: dict[Any, Any] = {}
@@ -82,6 +86,8 @@ class Launcher:
 
 class CudaLauncher(Launcher):
     """The default: kernels run on the CUDA device of the tensors, on torch's current stream."""
+
+    function_checks = True
 
     def __init__(self) -> None:
         super().__init__()
