@@ -46,8 +46,9 @@ class ReferenceLauncher(HostLauncher):
     def function(self, operator: str, arch: Arch, config: Any) -> Callable[..., Any]:
         def launch(*arguments: Any) -> None:
             self.launches.append(arguments)
-            q, k, v, o, decay, initial_at, *strides, scale = arguments
-            initial_b, initial_h, final_at, final_b, final_h = strides
+            q, k, v, o, decay, initial_at, *strides = arguments
+            initial_b, initial_h, final_at, final_b, final_h = strides[:5]
+            scale = arguments[-1]
             shape = (v.shape[0], v.shape[2], HEAD_DIM, HEAD_DIM)
             initial = _state(initial_at, shape, initial_b, initial_h) if initial_at else None
             result, final = lightning_recurrent(q, k, v, decay, scale, initial)

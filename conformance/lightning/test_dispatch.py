@@ -117,6 +117,22 @@ def test_explain_is_what_a_call_does() -> None:
 
 
 @EXPLAIN
+@pytest.mark.parametrize(
+    ("batch", "heads", "rows", "ctas"),
+    [(1, 1, 64, 2), (1, 64, 64, 128), (1, 66, 64, 132), (1, 67, 128, 67), (2, 64, 128, 128)]
+    + [(3, 64, 128, 132), (600, 8, 128, 132)],
+)
+def test_two_ctas_share_a_head_while_they_fit(batch: int, heads: int, rows: int, ctas: int) -> None:
+    """132 multiprocessors: an H200."""
+    plan = linattn.explain("lightning_attn_fwd", arch="sm90", B=batch, T=70, H=heads)
+    assert (plan.config.rows, plan.grid) == (rows, (ctas, 1, 1))
+    small = linattn.explain(
+        "lightning_attn_fwd", arch="sm90", multiprocessors=1, B=batch, T=70, H=heads
+    )
+    assert (small.config.rows, small.grid) == (128, (1, 1, 1))
+
+
+@EXPLAIN
 def test_explain_uses_the_architecture_of_the_launcher() -> None:
     with launch.use_launcher(launch.MetaLauncher("sm90")):
         assert linattn.explain("lightning_attn_fwd", B=1, T=1, H=1).arch == Arch(9, 0)
@@ -333,7 +349,8 @@ def test_another_device_is_made_current_around_the_launch() -> None:
     with launch.use_launcher(Guarding()):
         call("cpu")
         linattn.warm_up("lightning_attn_fwd")
-    assert events == ["guard cpu", "enter", "launch", "exit"] * 2
+    launches = 1 + len(CONFIGS)
+    assert events == ["guard cpu", "enter", "launch", "exit"] * launches
 
 
 @pytest.mark.claim("LA-D08", "a launch happens with the tensors' device current")

@@ -43,11 +43,11 @@ def test_tensor_core_count(entry: cache.Loaded, codegen: Any) -> None:
 
 @pytest.mark.claim("LA-22", "ptxas has no advisory and no warning")
 @pytest.mark.parametrize(("operator", "family", "config"), SHIPPED)
-def test_no_advisories(entry: cache.Loaded, codegen: Any) -> None:
+def test_no_advisories(entry: cache.Loaded, config: Any, codegen: Any) -> None:
     """C75xx would mean serialised WGMMA or ignored register targets."""
     codegen.assert_no_advisories(entry.ptx())
     (bounds,) = codegen.ptx_launch_bounds(entry.ptx())
-    assert bounds == {"reqntid": (160, 1, 1), "minnctapersm": (1,)}
+    assert bounds == {"reqntid": (config.threads, 1, 1), "minnctapersm": (1,)}
 
 
 @pytest.mark.claim("LA-23", "no approximate instruction lies on a path to an output")

@@ -1,4 +1,4 @@
-"""Ring of shared-memory stages between a TMA producer warp and its consumers."""
+"""Rings of shared-memory stages between a producer and its consumers, on mbarriers."""
 
 import copy
 
@@ -8,17 +8,25 @@ from cutlass import Int32, Int64, cute
 from linattn.device.compat import extract_mlir_values, new_from_mlir_values
 
 
-class TmaRing:
-    """Full and empty mbarriers of a ring; stage and phase follow from the step number.
+class Ring:
+    """Full and empty mbarriers of a ring; stage and phase follow from the step number alone.
 
-    full[s]: one arrival by the producer, which announces the bytes of the stage.
-    empty[s]: one arrival by each consumer warp once it no longer reads the stage.
+    full[s]: one arrival by each producer warp, and the bytes of a stage where TMA brings it.
+    empty[s]: one arrival by each consumer warp once it no longer touches the stage.
+
+    Producers ``acquire``, write, then ``publish`` (or ``announce``, whose TMA copies complete it);
+    consumers ``wait``, read, then ``release``. Every role counts the same steps.
     """
 
-    def __init__(self, smem, stages: int, stage_bytes: int, consumer_warps: int):
+    def __init__(
+        self, smem, stages: int, producer_warps: int, consumer_warps: int, stage_bytes: int = 0
+    ):
+        if stage_bytes and producer_warps != 1:
+            raise ValueError(f"producer_warps: got {producer_warps}, expected 1 that announces")
         self.stages = stages
-        self.stage_bytes = stage_bytes
+        self.producer_warps = producer_warps
         self.consumer_warps = consumer_warps
+        self.stage_bytes = stage_bytes
         self.full = smem.allocate_array(Int64, stages, byte_alignment=8)
         self.empty = smem.allocate_array(Int64, stages, byte_alignment=8)
 
@@ -32,45 +40,58 @@ class TmaRing:
         ring.empty = new_from_mlir_values(self.empty, values[1:])
         return ring
 
-    def init(self, first_warp) -> None:
-        """Initialise the barriers; a CTA-wide barrier must follow."""
-        _init(self.full, self.empty, self.stages, self.consumer_warps, first_warp)
-
     def stage(self, step: Int32) -> Int32:
         """Stage that holds step ``step``."""
         return step % self.stages
 
     def phase(self, step: Int32) -> Int32:
-        """Parity that ``full[stage]`` has once step ``step`` has landed."""
+        """Parity that ``full[stage]`` has once step ``step`` is there."""
         return (step // self.stages) & 1
 
-    def acquire(self, step: Int32):
-        """Producer: wait until the stage of ``step`` is free, announce its bytes, give its barrier.
+    def acquire(self, step: Int32) -> None:
+        """Producer: wait until the stage of ``step`` is free; the first round finds it so."""
+        cute.arch.mbarrier_wait(self.empty + self.stage(step), self.phase(step) ^ 1)
 
-        A fresh barrier answers the opposite parity at once, so the first round does not wait.
-        """
-        stage = self.stage(step)
-        cute.arch.mbarrier_wait(self.empty + stage, self.phase(step) ^ 1)
-        _announce(self.full + stage, self.stage_bytes)
-        return self.full + stage
+    def announce(self, step: Int32):
+        """TMA producer: promise the bytes of the stage; gives the barrier for the copies."""
+        full = self.full + self.stage(step)
+        _announce(full, self.stage_bytes)
+        return full
+
+    def publish(self, step: Int32) -> None:
+        """Producer warp: what its lanes wrote to the stage of ``step`` is there."""
+        _arrive(self.full + self.stage(step))
 
     def wait(self, step: Int32) -> None:
-        """Consumer: wait until the tiles of ``step`` have landed."""
+        """Consumer: wait until step ``step`` is there."""
         cute.arch.mbarrier_wait(self.full + self.stage(step), self.phase(step))
 
     def release(self, step: Int32) -> None:
-        """Consumer warp: done with the tiles of ``step``."""
+        """Consumer warp: its lanes are done with the stage of ``step``."""
         _arrive(self.empty + self.stage(step))
 
 
+def init_rings(rings, warp: Int32) -> None:
+    """Initialise the barriers of all rings; a CTA-wide barrier must follow."""
+    for ring in rings:
+        _init(ring.full, ring.empty, ring.stages, ring.producer_warps, ring.consumer_warps, warp)
+    cute.arch.mbarrier_init_fence()
+
+
 @cute.jit
-def _init(full, empty, stages: cutlass.Constexpr, consumers: cutlass.Constexpr, warp):
+def _init(
+    full,
+    empty,
+    stages: cutlass.Constexpr,
+    producers: cutlass.Constexpr,
+    consumers: cutlass.Constexpr,
+    warp: Int32,
+):
     if warp == 0:
         with cute.arch.elect_one():
             for s in cutlass.range_constexpr(stages):
-                cute.arch.mbarrier_init(full + s, 1)
+                cute.arch.mbarrier_init(full + s, producers)
                 cute.arch.mbarrier_init(empty + s, consumers)
-    cute.arch.mbarrier_init_fence()
 
 
 @cute.jit
@@ -81,5 +102,6 @@ def _announce(barrier, size: cutlass.Constexpr):
 
 @cute.jit
 def _arrive(barrier):
+    cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier)

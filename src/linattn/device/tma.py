@@ -1,7 +1,9 @@
 """Tensor Memory Accelerator: views of strided tensors as tiles, and their partitions."""
 
-from cutlass import cute
+from cutlass import Int64, cute
 from cutlass.cute.nvgpu import cpasync
+
+from linattn.device.compat import AddressSpace
 
 
 def tile_atom(op, tensor: cute.Tensor, modes: tuple, smem_tile, tiler: tuple):
@@ -11,6 +13,25 @@ def tile_atom(op, tensor: cute.Tensor, modes: tuple, smem_tile, tiler: tuple):
     stores outside it are dropped, whatever lies in memory there.
     """
     view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=list(modes)))
+    return cpasync.make_tiled_tma_atom(op, view, smem_tile, tiler)
+
+
+def ragged_store_atom(op, tensor: cute.Tensor, smem_tile, tiler: tuple):
+    """Store atom of a ``[B, T, H, D]`` tensor that can be clipped behind any token.
+
+    Its modes are (D, row, end, H, B). Row ``T - n`` of end ``e`` is token ``e - n``, so a tile that
+    starts there is dropped from token ``e`` on, by the bound of the row mode. The base lies T
+    tokens before the tensor; only rows and ends that lead back into it are ever named.
+    """
+    batch, tokens, heads, width = tensor.shape
+    batch_stride, token_stride, head_stride, _ = tensor.stride
+    back = Int64(tokens) * Int64(token_stride) * (tensor.element_type.width // 8)
+    base = cute.make_ptr(
+        tensor.element_type, tensor.iterator.toint() - back, AddressSpace.gmem, assumed_align=16
+    )
+    shape = (width, tokens, tokens + 1, heads, batch)
+    stride = (1, token_stride, token_stride, head_stride, batch_stride)
+    view = cute.make_tensor(base, cute.make_layout(shape, stride=stride))
     return cpasync.make_tiled_tma_atom(op, view, smem_tile, tiler)
 
 

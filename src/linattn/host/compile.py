@@ -18,6 +18,7 @@ from typing import Any
 from linattn.errors import UnsupportedArchitecture
 from linattn.host import dispatch
 from linattn.host.arch import Arch
+from linattn.host.dtypes import DTYPES
 from linattn.host.signature import SIGNATURES, Kind, Signature, TensorSpec
 
 
@@ -70,7 +71,8 @@ def fake_arguments(signature: Signature) -> list[Any]:
             arguments += [cutlass.Int64(0) for _ in spec.arguments]
         else:
             arguments.append(tensor(spec))
-    arguments += [cutlass.Float32(0.0) for _ in signature.scalars]
+    for _, dtype in signature.scalars:
+        arguments.append(getattr(cutlass, DTYPES[dtype].cutlass)(0))
     return [*arguments, make_fake_stream(use_tvm_ffi_env_stream=True)]
 
 

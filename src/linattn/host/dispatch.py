@@ -26,14 +26,14 @@ class Kernel:
     Attributes:
         path: the kernel's file inside the package.
         configs: every shipped configuration.
-        choose: shapes to the configuration that serves them.
-        grid: configuration and shapes to the launch grid.
+        choose: shapes and multiprocessors to the configuration that serves them.
+        grid: configuration, shapes and multiprocessors to the launch grid.
     """
 
     path: str
     configs: tuple[Any, ...]
-    choose: Callable[[Shapes], Any]
-    grid: Callable[[Any, Shapes], tuple[int, int, int]]
+    choose: Callable[[Shapes, int], Any]
+    grid: Callable[[Any, Shapes, int], tuple[int, int, int]]
 
     @property
     def module(self) -> str:
@@ -80,13 +80,19 @@ class Plan:
     reason: str
 
 
-def _prefill_config(shapes: Shapes) -> Any:
-    return lightning_prefill.CONFIGS[0]
+def _prefill_config(shapes: Shapes, multiprocessors: int) -> Any:
+    """Two CTAs a head while they fit the GPU at once.
+
+    Beyond that one is cheaper: it computes P once and reads Q and K once.
+    """
+    two = lightning_prefill.TWO_CTAS_A_HEAD
+    if shapes["B"] * shapes["HV"] * two.splits <= multiprocessors:
+        return two
+    return lightning_prefill.ONE_CTA_A_HEAD
 
 
-def _prefill_grid(config: Any, shapes: Shapes) -> tuple[int, int, int]:
-    splits = lightning_prefill.HEAD_DIM // config.rows
-    return (splits * shapes["HV"] * shapes["B"], 1, 1)
+def _prefill_grid(config: Any, shapes: Shapes, multiprocessors: int) -> tuple[int, int, int]:
+    return (min(config.splits * shapes["HV"] * shapes["B"], multiprocessors), 1, 1)
 
 
 TABLE: dict[tuple[str, str], Kernel] = {
@@ -179,8 +185,14 @@ def segments_of(segments: object) -> int:
     raise not_implemented("segments", repr(segments), "1 (sequences are not cut yet)")
 
 
-def select(operator: str, arch: Arch, shapes: Shapes, segments: object = 1) -> Plan:
-    """The kernel, configuration and grid for one problem.
+def select(
+    operator: str,
+    arch: Arch,
+    shapes: Shapes,
+    segments: object = 1,
+    multiprocessors: int = launch.H200_MULTIPROCESSORS,
+) -> Plan:
+    """The kernel, configuration and grid for one problem on a GPU of that many multiprocessors.
 
     Raises:
         UnsupportedArchitecture, NotImplementedError: as ``kernel_of``.
@@ -192,22 +204,31 @@ def select(operator: str, arch: Arch, shapes: Shapes, segments: object = 1) -> P
     if empty:
         reason = f"nothing is launched: {', '.join(empty)}"
         return Plan(operator, arch, kernel.module, None, (0, 0, 0), pieces, reason)
-    config = kernel.choose(shapes)
+    config = kernel.choose(shapes, multiprocessors)
+    grid = kernel.grid(config, shapes, multiprocessors)
     reason = (
-        f"{arch} is served by {kernel.path}, whose configuration {config.name()} takes any shape"
+        f"{arch} is served by {kernel.path}; its configuration {config.name()} suits "
+        f"{', '.join(f'{name} = {size}' for name, size in shapes.items())} "
+        f"on {multiprocessors} multiprocessors"
     )
-    grid = kernel.grid(config, shapes)
     return Plan(operator, arch, kernel.module, config, grid, pieces, reason)
 
 
 def explain(
-    op: object, *, arch: ArchLike | None = None, segments: int | str = 1, **shapes: int
+    op: object,
+    *,
+    arch: ArchLike | None = None,
+    multiprocessors: int | None = None,
+    segments: int | str = 1,
+    **shapes: int,
 ) -> Plan:
     """Which kernel, configuration and grid a call would get, and why. Launches nothing.
 
     Args:
         op: a public function, such as ``linattn.lightning_attn_fwd``, or its name.
         arch: architecture such as ``"sm90"`` or ``(9, 0)``; by default that of the current device.
+        multiprocessors: of the GPU; by default those of the current device, or of an H200 where
+            ``arch`` is given.
         segments: as the function's argument.
         shapes: the sizes of the problem by letter, such as ``B=1, T=4096, H=64``; ``HV`` is ``H``
             by default.
@@ -220,12 +241,13 @@ def explain(
     """
     name, operator = operator_of(op)
     sizes = _sizes(name, FUNCTIONS[name], shapes)
-    return select(operator, _known_arch(arch), sizes, segments)
+    known, processors = _known_device(arch)
+    return select(operator, known, sizes, segments, multiprocessors or processors)
 
 
-def _known_arch(arch: ArchLike | None) -> Arch:
+def _known_device(arch: ArchLike | None) -> tuple[Arch, int]:
     if arch is not None:
-        return Arch.parse(arch)
+        return Arch.parse(arch), launch.H200_MULTIPROCESSORS
     launcher = launch.current()
     try:
         device = launcher.default_device()
@@ -233,7 +255,7 @@ def _known_arch(arch: ArchLike | None) -> Arch:
         raise RuntimeError(
             f'explain: no architecture is known here ({error}); pass one, such as arch="sm90"'
         ) from error
-    return launcher.arch(device)
+    return launcher.arch(device), launcher.multiprocessors(device)
 
 
 def _sizes(name: str, function: Function, shapes: Shapes) -> dict[str, int]:

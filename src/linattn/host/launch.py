@@ -22,6 +22,9 @@ from linattn.errors import value_error
 from linattn.host import cache
 from linattn.host.arch import Arch, ArchLike, device_arch
 
+H200_MULTIPROCESSORS = 132
+"""Assumed where there is no device to ask."""
+
 MAX_PLANS = 4096
 """Plans that a launcher remembers before it starts afresh; a plan is about a kilobyte."""
 
@@ -51,6 +54,10 @@ class Launcher:
     def arch(self, device: torch.device) -> Arch:
         """Architecture whose kernels serve tensors on ``device``."""
         raise NotImplementedError
+
+    def multiprocessors(self, device: torch.device) -> int:
+        """Multiprocessors of ``device``: how many CTAs a persistent grid has."""
+        return H200_MULTIPROCESSORS
 
     def function(self, operator: str, arch: Arch, config: Any) -> Callable[..., Any]:
         """Compiled function of one configuration, loaded and ready to be called."""
@@ -104,6 +111,9 @@ class CudaLauncher(Launcher):
 
     def arch(self, device: torch.device) -> Arch:
         return device_arch(torch.cuda.current_device() if device.index is None else device.index)
+
+    def multiprocessors(self, device: torch.device) -> int:
+        return torch.cuda.get_device_properties(device).multi_processor_count
 
     def function(self, operator: str, arch: Arch, config: Any) -> Callable[..., Any]:
         return cache.get(operator, arch.target, config).function

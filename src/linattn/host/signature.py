@@ -99,7 +99,7 @@ class Signature:
     Attributes:
         operator: folder of the operator under ``kernels/``.
         tensors: in the order of the compiled function's arguments.
-        scalars: FP32 arguments behind the tensors.
+        scalars: (name, key of ``DTYPES``) of the arguments behind the tensors.
         multiples: pairs of symbols whose first must be a multiple of the second.
         choices: symbols that must equal one of several others, such as a vector per head of either
             sort.
@@ -107,7 +107,7 @@ class Signature:
 
     operator: str
     tensors: tuple[TensorSpec, ...]
-    scalars: tuple[str, ...] = ()
+    scalars: tuple[tuple[str, str], ...] = ()
     multiples: tuple[tuple[str, str], ...] = ()
     choices: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
@@ -129,7 +129,17 @@ LIGHTNING_PREFILL = Signature(
             "final_state", ("B", "HV", 128, 128), "f32", Kind.STATE, optional=True, output=True
         ),
     ),
-    scalars=("scale",),
+    scalars=(
+        ("cu_seqlens", "i64"),
+        ("cu_seqlens_wide", "i32"),
+        ("slots", "i64"),
+        ("slots_wide", "i32"),
+        ("has_initial", "i64"),
+        ("sequences", "i32"),
+        ("pool", "i32"),
+        ("ctas", "i32"),
+        ("scale", "f32"),
+    ),
     multiples=(("HV", "H"),),
     choices=(("S", ("H", "HV")),),
 )

@@ -25,6 +25,9 @@ _VIEWS: tuple[TensorSpec, ...] = tuple(LIGHTNING_PREFILL[name] for name in "qkvo
 _STATE = LIGHTNING_PREFILL["initial_state"]
 _OUT = LIGHTNING_PREFILL["o"]
 
+NOT_PACKED = (0, 0, 0, 0, 0)
+"""Arguments of a launch for ``cu_seqlens``, slots and ``has_initial`` that are absent."""
+
 _ALIGNMENT_MASK = _OUT.alignment - 1
 _MAX_KNOWN_GAPS = 256
 
@@ -111,6 +114,7 @@ class CallPlan:
             each tensor to the end of its last.
         state_strides: strides over sequences and heads, in elements, of the initial state and then
             of the final one.
+        packing: what a launch says of sequences: no index vectors, the batch, and the grid.
         views: strides to pass q, k, v and out under, where their own will not do; else None.
         known_gaps: (input, its distance from out) pairs that were found to share no byte.
     """
@@ -123,6 +127,7 @@ class CallPlan:
         "known_gaps",
         "out_shape",
         "out_span",
+        "packing",
         "q_span",
         "state_shape",
         "state_span",
@@ -134,6 +139,7 @@ class CallPlan:
     def __init__(
         self,
         function: Callable[..., Any] | None,
+        ctas: int,
         sizes: dict[str, int],
         tensors: dict[str, Tensor],
     ) -> None:
@@ -156,6 +162,7 @@ class CallPlan:
             *((0, 0) if state is None else (state.stride(0), state.stride(1))),
             *(heads * HEAD_DIM * HEAD_DIM, HEAD_DIM * HEAD_DIM),
         )
+        self.packing = (*NOT_PACKED, batch, batch, ctas)
         self.views = views if any(views) else None
         self.known_gaps: set[tuple[str, int]] = set()
 
@@ -287,13 +294,13 @@ def _launch(
     else:
         view = o
     initial_b, initial_h, final_b, final_h = plan.state_strides
-    initial = initial_at, initial_b, initial_h
+    states = initial_at, initial_b, initial_h, final_at, final_b, final_h
     guard = launcher.guard(plan.device)
     if guard is None:
-        function(q, k, v, view, decay, *initial, final_at, final_b, final_h, scale)
+        function(q, k, v, view, decay, *states, *plan.packing, scale)
     else:
         with guard:
-            function(q, k, v, view, decay, *initial, final_at, final_b, final_h, scale)
+            function(q, k, v, view, decay, *states, *plan.packing, scale)
     return o, final
 
 
@@ -341,11 +348,12 @@ def _plan(
     if out is not None:
         validate.writes_once(_OUT, out)
     arch = launcher.arch(q.device)
-    chosen = dispatch.select(_OPERATOR, arch, sizes)
+    processors = launcher.multiprocessors(q.device)
+    chosen = dispatch.select(_OPERATOR, arch, sizes, multiprocessors=processors)
     function = None
     if chosen.config is not None:
         function = launcher.ready(_OPERATOR, arch, chosen.config, NAME)
-    return CallPlan(function, sizes, tensors)
+    return CallPlan(function, chosen.grid[0], sizes, tensors)
 
 
 def _launch_nothing(
@@ -418,7 +426,9 @@ def warm(function: Callable[..., Any], device: torch.device) -> None:
     """Launch a compiled configuration on one token, which loads its code onto the device."""
     tensor = torch.zeros((1, 1, 1, HEAD_DIM), dtype=_OUT.element.torch, device=device)
     decay = torch.zeros(1, dtype=torch.float32, device=device)
-    function(tensor, tensor, tensor, torch.empty_like(tensor), decay, 0, 0, 0, 0, 0, 0, 1.0)
+    states = (0, 0, 0, 0, 0, 0)
+    out = torch.empty_like(tensor)
+    function(tensor, tensor, tensor, out, decay, *states, *NOT_PACKED, 1, 1, 1, 1.0)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -14,8 +14,16 @@ CHUNK = 64
 HEAD_DIM = 128
 """Key and value head dimension."""
 
-SMEM_LIMIT = 232_448 - 1024
-"""Bytes of dynamic shared memory that one Hopper CTA can ask for, less the reserved kilobyte."""
+TILE = 64
+"""Rows of V of one warpgroup: M of a WGMMA."""
+
+RANKED = 1024
+"""Sequences that a CTA can order longest first."""
+
+SMEM_LIMIT = 232_448
+"""Bytes of shared memory that one Hopper CTA can ask for."""
+
+WARPGROUP = 128
 
 
 @dataclass(frozen=True)
@@ -23,23 +31,47 @@ class LightningPrefillConfig:
     """What one compiled prefill kernel fixes; everything else is launch data.
 
     Attributes:
+        rows: rows of V, that is of the state, that one CTA owns: 64 makes two CTAs a head, 128 one.
         stages: depth of the ring that holds the Q, K and V tiles of a chunk.
-        rows: rows of V, that is of the state, that one CTA owns.
-        output_buffers: tiles of the output that may wait for their store.
+        scores: tiles of P between the score and the state warpgroups.
+        outputs: output tiles a state warpgroup that may wait for their store.
+        registers: registers a thread of the mover, score and state warpgroups.
     """
 
-    stages: int = 4
-    rows: int = 64
-    output_buffers: int = 2
+    rows: int
+    stages: int
+    scores: int
+    outputs: int
+    registers: tuple[int, int, int]
+
+    @property
+    def groups(self) -> int:
+        """State warpgroups of a CTA."""
+        return self.rows // TILE
+
+    @property
+    def splits(self) -> int:
+        """CTAs that share a head."""
+        return HEAD_DIM // self.rows
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA: a mover, a score and the state warpgroups."""
+        return (2 + self.groups) * WARPGROUP
 
     def validate(self) -> None:
         """Raise ``ValueError`` for a configuration that no kernel implements."""
-        if self.stages < 1:
-            raise ValueError(f"stages: got {self.stages}, expected at least 1")
-        if self.rows != 64:
-            raise ValueError(f"rows: got {self.rows}, expected 64 (one warpgroup of WGMMA rows)")
-        if self.output_buffers != 2:
-            raise ValueError(f"output_buffers: got {self.output_buffers}, expected 2")
+        if self.rows not in (TILE, 2 * TILE):
+            raise ValueError(f"rows: got {self.rows}, expected {TILE} or {2 * TILE}")
+        for name in ("stages", "scores", "outputs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, expected at least 1")
+        if any(count % 8 or not 24 <= count <= 240 for count in self.registers):
+            raise ValueError(f"registers: got {self.registers}, expected multiples of 8, 24 to 240")
+        move, score, state = self.registers
+        total = WARPGROUP * (move + score + state * self.groups)
+        if total > 65_536:
+            raise ValueError(f"registers: got {total} a CTA, expected at most 65536")
         if self.smem_bytes() > SMEM_LIMIT:
             raise ValueError(
                 f"shared memory: got {self.smem_bytes()} bytes, expected at most {SMEM_LIMIT}"
@@ -56,12 +88,20 @@ class LightningPrefillConfig:
     def smem_bytes(self) -> int:
         """Dynamic shared memory of one CTA in bytes, as the launch reports it."""
         tiles = self.stages * self.stage_bytes()
-        score = 2 * CHUNK * CHUNK
-        output = self.output_buffers * 2 * CHUNK * self.rows
-        tables = 4 * (CHUNK + 1) + 4 * 2 * CHUNK
-        barriers = 2 * 8 * self.stages
-        return tiles + score + output + -(-(tables + barriers) // 1024) * 1024
+        tiles += 2 * CHUNK * (self.scores * CHUNK + self.outputs * self.rows)
+        decay = 4 * (CHUNK + 1) * (1 + self.groups)
+        weights = 4 * 2 * CHUNK * self.groups
+        order = 4 * 5 * RANKED
+        barriers = 2 * 8 * (self.stages + self.scores + self.outputs)
+        return -(-(tiles + decay + weights + order + barriers) // 1024) * 1024
 
 
-CONFIGS: tuple[LightningPrefillConfig, ...] = (LightningPrefillConfig(),)
+ONE_CTA_A_HEAD = LightningPrefillConfig(
+    rows=128, stages=3, scores=2, outputs=2, registers=(24, 88, 200)
+)
+TWO_CTAS_A_HEAD = LightningPrefillConfig(
+    rows=64, stages=4, scores=2, outputs=2, registers=(24, 152, 240)
+)
+
+CONFIGS: tuple[LightningPrefillConfig, ...] = (TWO_CTAS_A_HEAD, ONE_CTA_A_HEAD)
 """Every configuration that ships; ahead-of-time builds and codegen claims iterate it."""

@@ -1,4 +1,4 @@
-"""Lightning Attention prefill for Hopper: fixed length, forward.
+"""Lightning Attention prefill for Hopper: fixed length and packed, forward.
 
 Per value head, with ``lam = exp(-slope)`` and chunks of 64 tokens of which ``L`` are valid:
 
@@ -10,41 +10,50 @@ Per value head, with ``lam = exp(-slope)`` and chunks of 64 tokens of which ``L`
 | ------------- | --------------------- | --------- | -------------------------------------------- |
 | q, k          | [B, T, H, 128] bf16   | in        | strided views, last dimension contiguous     |
 | v             | [B, T, HV, 128] bf16  | in        | value head hv reads q/k head hv / (HV / H)   |
-| o             | [B, T, HV, 128] bf16  | out       | every row below T is written, no other       |
+| o             | [B, T, HV, 128] bf16  | out       | the rows of sequences are written, no others |
 | decay         | [H] or [HV] f32       | in        | slopes, at least 0                           |
-| initial_state | [B, HV, 128, 128] f32 | in        | by address, 0 = zeros; [V, K], K contiguous  |
-| final_state   | [B, HV, 128, 128] f32 | out       | by address, 0 = not wanted                   |
+| initial_state | [P, HV, 128, 128] f32 | in        | by address, 0 = zeros; [V, K], K contiguous  |
+| final_state   | [P, HV, 128, 128] f32 | out       | by address, 0 = not wanted                   |
+| cu_seqlens    | [N + 1] int32, int64  | in        | by address, 0 = B sequences of T tokens      |
+| slots         | [N] int32, int64      | in        | by address, 0 = slot n; outside [0, P): pad  |
+| has_initial   | [N] bytes             | in        | by address, 0 = all                          |
 
-Work: one CTA owns 64 rows of V of one head of one sequence and walks its chunks. Rows of the state
-never meet, so the split over V changes no bit. The state stays in registers, transposed to [V, K].
+Work: a unit is (sequence, value head, ``config.rows`` rows of V); ``schedulers`` says which unit a
+CTA does. Rows of the state never meet, so the split over V changes no bit. The state stays in
+registers, transposed to [V, K], and a warpgroup owns 64 of its rows.
 
-| role | warps | duty                                                                        |
-| ---- | ----- | --------------------------------------------------------------------------- |
-| MATH | 0-3   | all products, the state, the output tile and its store (issued by thread 0) |
-| LOAD | 4     | TMA loads of Q, K and the CTA's rows of V into a ring                       |
+| role  | warps        | duty                                                                     |
+| ----- | ------------ | ------------------------------------------------------------------------ |
+| LOAD  | 0            | TMA loads of Q, K and V into a ring                                      |
+| STORE | 1            | TMA stores of finished output tiles                                      |
+| SCORE | 4-7          | P = masked, decayed Q K^T in bf16, ahead of the state                    |
+| STATE | 8-11 (8-15)  | inter and intra products, the state, the output tile                     |
 
-| product | M, N, K   | A                         | B                   | WGMMA a chunk |
-| ------- | --------- | ------------------------- | ------------------- | ------------- |
-| score   | i, j, d_k | Q, shared                 | K, shared, K-major  | 8             |
-| inter   | v, i, d_k | state as bf16, registers  | Q, shared, K-major  | 8             |
-| intra   | v, i, j   | V^T, registers            | P, shared, K-major  | 4             |
-| carry   | v, d_k, j | weighted V^T, registers   | K, shared, MN-major | 4             |
+| product | role  | M, N, K   | A                        | B                   | WGMMA a chunk |
+| ------- | ----- | --------- | ------------------------ | ------------------- | ------------- |
+| score   | SCORE | i, j, d_k | Q, shared                | K, shared, K-major  | 8             |
+| inter   | STATE | v, i, d_k | state as bf16, registers | Q, shared, K-major  | 8             |
+| intra   | STATE | v, i, j   | V^T, registers           | P, shared, K-major  | 4             |
+| carry   | STATE | v, d_k, j | weighted V^T, registers  | K, shared, MN-major | 4             |
 
-| pipeline | stages | full                                  | empty                                |
-| -------- | ------ | ------------------------------------- | ------------------------------------ |
-| ring     | config | 1 arrival by LOAD and a stage's bytes | 4 arrivals, one a MATH warp          |
-| P        | 1      | barrier SCORE, 128 threads            | barrier OUTPUT of the chunk before   |
-| output   | 2      | barrier OUTPUT, 128 threads           | thread 0's bulk wait, barrier SCORE  |
+| ring    | stages         | full                                  | empty                        |
+| ------- | -------------- | ------------------------------------- | ---------------------------- |
+| inputs  | config.stages  | 1 arrival by LOAD and a stage's bytes | 1 by each SCORE, STATE warp  |
+| scores  | config.scores  | 4 arrivals by SCORE                   | 1 by each STATE warp         |
+| outputs | config.outputs | 1 arrival by each STATE warp          | 1 by STORE                   |
 
-Budget: 24 WGMMA, no stack and no local memory; shared memory as ``config.smem_bytes()`` says.
+Budget: 24 WGMMA, no stack, no local memory; shared memory as ``config.smem_bytes()`` says.
 
 Rounding to bf16 happens in four places: P, the weighted V, the copy of the state that the inter
 product reads, and the output. All else is FP32; the decay factors come from ``device/decay.py``.
 ``reference/chunked.py`` does the same operations in the same order and gives the same bits.
 
+Behind a sequence's end lie the next one's rows, which may hold anything: Q there only reaches
+columns of O that are not stored; P is masked; SCORE clears K and STATE its registers of V, because
+a weight of 0 would not stop a NaN. Behind T, TMA reads zeros.
+
 Limits: T below 2^31. A NaN or infinity in V at a valid token reaches the earlier tokens of its
-chunk, whose P is 0 there. Rows at or above T arrive from TMA as zeros, so what memory holds behind
-the last token never matters.
+chunk, whose P is 0 there.
 """
 
 from enum import IntEnum
@@ -56,26 +65,34 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from linattn.device import tma, wgmma
 from linattn.device.compat import AddressSpace, SmemAllocator
 from linattn.device.decay import decay_factor
-from linattn.device.pipelines import TmaRing
-from linattn.kernels.lightning_prefill.config import CHUNK, HEAD_DIM, LightningPrefillConfig
+from linattn.device.pipelines import Ring, init_rings
+from linattn.kernels.lightning_prefill.config import (
+    CHUNK,
+    HEAD_DIM,
+    RANKED,
+    TILE,
+    WARPGROUP,
+    LightningPrefillConfig,
+)
+from linattn.schedulers import varlen
 
-MATH_THREADS = 128
-MATH_WARPS = MATH_THREADS // 32
-V_SPLITS = 2
+WARPS = WARPGROUP // 32
 
 
 class Role(IntEnum):
     """First warp of each role."""
 
-    MATH = 0
-    LOAD = MATH_WARPS
+    LOAD = 0
+    STORE = 1
+    SCORE = 4
+    STATE = 8
 
 
 class Barrier(IntEnum):
-    """Named barriers; 0 is the CTA-wide one."""
+    """Named barriers of one warpgroup; 0 is the CTA-wide one, and STATE + g that of group g."""
 
     SCORE = 1
-    OUTPUT = 2
+    STATE = 2
 
 
 class LightningPrefillSm90:
@@ -84,21 +101,21 @@ class LightningPrefillSm90:
     def __init__(self, config: LightningPrefillConfig):
         config.validate()
         self.config = config
-        self.rows = config.rows
-        self.threads = MATH_THREADS + 32
+        self.groups = config.groups
         self.qk_tiler = (CHUNK, HEAD_DIM)
-        self.v_tiler = (self.rows, CHUNK)
+        self.v_tiler = (TILE, CHUNK)
 
     def _layouts(self):
         """Shared-memory layouts; K and its MN-major view name the same bytes."""
         k_major = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
         mn_major = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.MN_SW128, BFloat16)
-        stages, outputs = self.config.stages, self.config.output_buffers
+        stages, scores = self.config.stages, self.config.scores
+        v_tiles, o_tiles = stages * self.groups, self.config.outputs * self.groups
         self.qk_layout = cute.tile_to_shape(k_major, (CHUNK, HEAD_DIM, stages), order=(0, 1, 2))
         self.kt_layout = cute.tile_to_shape(mn_major, (HEAD_DIM, CHUNK, stages), order=(1, 0, 2))
-        self.v_layout = cute.tile_to_shape(mn_major, (self.rows, CHUNK, stages), order=(1, 0, 2))
-        self.p_layout = cute.tile_to_shape(k_major, (CHUNK, CHUNK), order=(0, 1))
-        self.o_layout = cute.tile_to_shape(mn_major, (self.rows, CHUNK, outputs), order=(1, 0, 2))
+        self.v_layout = cute.tile_to_shape(mn_major, (TILE, CHUNK, v_tiles), order=(1, 0, 2))
+        self.p_layout = cute.tile_to_shape(k_major, (CHUNK, CHUNK, scores), order=(0, 1, 2))
+        self.o_layout = cute.tile_to_shape(mn_major, (TILE, CHUNK, o_tiles), order=(1, 0, 2))
 
     def _tiled_mmas(self):
         """The three instruction shapes; inter and intra share one."""
@@ -125,6 +142,14 @@ class LightningPrefillSm90:
         final_state: Int64,
         final_stride_b: Int64,
         final_stride_h: Int64,
+        cu_seqlens: Int64,
+        cu_seqlens_wide: Int32,
+        slots: Int64,
+        slots_wide: Int32,
+        has_initial: Int64,
+        sequences: Int32,
+        pool: Int32,
+        ctas: Int32,
         scale: Float32,
         stream,
     ):
@@ -133,37 +158,47 @@ class LightningPrefillSm90:
         qk_tile = cute.slice_(self.qk_layout, (None, None, 0))
         v_tile = cute.slice_(self.v_layout, (None, None, 0))
         o_tile = cute.slice_(self.o_layout, (None, None, 0))
-        tdhb, dthb = (
-            (1, 3, 2, 0),
-            (3, 1, 2, 0),
-        )  # orders in which views take the modes of [B, T, H, D]
+        tdhb, dthb = (1, 3, 2, 0), (3, 1, 2, 0)  # the modes of [B, T, H, D] by letter
         tma_q, mQ = tma.tile_atom(load, q, tdhb, qk_tile, self.qk_tiler)
         tma_k, mK = tma.tile_atom(load, k, tdhb, qk_tile, self.qk_tiler)
         tma_v, mV = tma.tile_atom(load, v, dthb, v_tile, self.v_tiler)
-        tma_o, mO = tma.tile_atom(store, o, dthb, o_tile, self.v_tiler)
-        batch, heads = v.shape[0], v.shape[2]
+        tma_o, mO = tma.ragged_store_atom(store, o, o_tile, self.v_tiler)
         states = (
             (initial_state, initial_stride_b, initial_stride_h),
             (final_state, final_stride_b, final_stride_h),
+        )
+        batch = varlen.Batch(
+            sequences,
+            v.shape[2],
+            v.shape[1],
+            cu_seqlens,
+            cu_seqlens_wide,
+            slots,
+            slots_wide,
+            has_initial,
+            pool,
         )
         self.kernel(
             (tma_q, tma_k, tma_v, tma_o),
             (mQ, mK, mV, mO),
             decay,
             states,
+            batch,
             scale,
             self._tiled_mmas(),
             (self.qk_layout, self.kt_layout, self.v_layout, self.p_layout, self.o_layout),
         ).launch(
-            grid=(V_SPLITS * heads * batch, 1, 1),
-            block=(self.threads, 1, 1),
+            grid=(ctas, 1, 1),
+            block=(self.config.threads, 1, 1),
             min_blocks_per_mp=1,
+            use_pdl=True,
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(self, atoms, tensors, decay, states, scale: Float32, mmas, layouts):
-        mQ, mK, mV, mO = tensors
+    def kernel(self, atoms, tensors, decay, states, batch, scale: Float32, mmas, layouts):
+        mO = tensors[3]
+        config, groups = self.config, self.groups
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_index == Role.LOAD:
             for atom in atoms:
@@ -176,130 +211,198 @@ class LightningPrefillSm90:
         sV = smem.allocate_tensor(BFloat16, v_layout.outer, 1024, v_layout.inner)
         sP = smem.allocate_tensor(BFloat16, p_layout.outer, 1024, p_layout.inner)
         sO = smem.allocate_tensor(BFloat16, o_layout.outer, 1024, o_layout.inner)
-        sDecay = smem.allocate_tensor(Float32, cute.make_layout(CHUNK + 1), 4)
-        sWeight = smem.allocate_tensor(Float32, cute.make_layout(2 * CHUNK), 4)
         sKt = cute.make_tensor(sK.iterator, kt_layout.outer)
-        ring = TmaRing(smem, self.config.stages, self.config.stage_bytes(), MATH_WARPS)
+        sDecay = smem.allocate_tensor(Float32, cute.make_layout((CHUNK + 1, 1 + groups)), 4)
+        sWeight = smem.allocate_tensor(Float32, cute.make_layout((2 * CHUNK, groups)), 4)
+        sSpan = smem.allocate_tensor(Int32, cute.make_layout((2, RANKED)), 4)
+        sOrder = smem.allocate_tensor(Int32, cute.make_layout((3, RANKED)), 4)
+        state_warps = WARPS * groups
+        inputs = Ring(smem, config.stages, 1, WARPS + state_warps, config.stage_bytes())
+        scores = Ring(smem, config.scores, WARPS, state_warps)
+        outputs = Ring(smem, config.outputs, state_warps, 1)
+        init_rings((inputs, scores, outputs), warp_index)
 
-        block, _, _ = cute.arch.block_idx()
-        heads = mV.shape[2]
-        rows = block % V_SPLITS
-        head = (block // V_SPLITS) % heads
-        batch = block // (V_SPLITS * heads)
-        tokens = mV.shape[1]
-        qk_head = head // (heads // mQ.shape[2])
-        slope = decay[head // (heads // decay.shape[0])]
-        self.fill_tables(slope, sDecay, sWeight)
-        ring.init(warp_index)
-        cute.arch.sync_threads()
-
-        if warp_index == Role.LOAD:
-            gQ = mQ[None, None, qk_head, batch]
-            gK = mK[None, None, qk_head, batch]
-            gV = mV[None, None, head, batch]
-            tQ = tma.tiles(atoms[0], sQ, gQ, self.qk_tiler, (None, 0))
-            tK = tma.tiles(atoms[1], sK, gK, self.qk_tiler, (None, 0))
-            tV = tma.tiles(atoms[2], sV, gV, self.v_tiler, (rows, None))
-            self.load(ring, tokens, (atoms[0], tQ), (atoms[1], tK), (atoms[2], tV))
+        # Everything above overlaps the tail of the kernel before; memory is read from here on.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        units = batch.sequences * batch.value_heads * config.splits
+        ranked = Int32(0)
+        if batch.cu_seqlens != 0 and batch.sequences <= RANKED and batch.sequences > 1:
+            ranked = Int32(1)
+            varlen.rank(batch, sSpan, sOrder)
         else:
-            tO = tma.tiles(atoms[3], sO, mO[None, None, head, batch], self.v_tiler, (rows, None))
-            initial, final = (
-                (address, self.state_rows(address, batch * stride_b + head * stride_h, rows))
-                for address, stride_b, stride_h in states
-            )
-            shared = (sQ, sK, sKt, sV, sP, sO, sDecay, sWeight)
-            self.math(ring, tokens, shared, mmas, (atoms[3], tO), initial, final, scale)
+            cute.arch.sync_threads()
+        work = (batch, units, ranked, sOrder)
 
-    def state_rows(self, address: Int64, offset, rows) -> cute.Tensor:
-        """The CTA's [rows, d_k] part of one state; the offset is 64-bit, in elements."""
-        start = address + (offset + Int64(rows) * (self.rows * HEAD_DIM)) * 4
-        pointer = cute.make_ptr(Float32, start, AddressSpace.gmem, assumed_align=16)
-        return cute.make_tensor(
-            pointer, cute.make_layout((self.rows, HEAD_DIM), stride=(HEAD_DIM, 1))
-        )
+        if warp_index < Role.SCORE:
+            cute.arch.setmaxregister_decrease(config.registers[0])
+            if warp_index == Role.LOAD:
+                self.load(inputs, work, atoms, tensors, (sQ, sK, sV))
+            elif warp_index == Role.STORE:
+                self.store(outputs, work, atoms[3], mO, sO)
+        elif warp_index < Role.STATE:
+            cute.arch.setmaxregister_decrease(config.registers[1])
+            self.score(inputs, scores, work, decay, mmas[0], (sQ, sK, sP, sDecay))
+        else:
+            cute.arch.setmaxregister_increase(config.registers[2])
+            shared = (sQ, sKt, sV, sP, sO, sDecay, sWeight)
+            self.state((inputs, scores, outputs), work, decay, mmas, shared, states, scale)
 
     @cute.jit
-    def fill_tables(self, slope: Float32, sDecay: cute.Tensor, sWeight: cute.Tensor):
-        """``sDecay[n] = lam^n``; ``sWeight[j + 64 - L]`` weighs row j of a chunk with L valid rows.
+    def load(self, inputs, work, atoms, tensors, shared):
+        """LOAD: bring the tiles of every chunk."""
+        batch, units, ranked, sOrder = work
+        mQ, mK, mV, _ = tensors
+        sQ, sK, sV = shared
+        group_heads = batch.value_heads // mQ.shape[2]
+        first, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        step = Int32(0)
+        for index in cutlass.range(first, units, ctas, unroll=1):
+            unit = varlen.unit(index, batch, ranked, sOrder, self.config.splits)
+            qk_head = unit.head // group_heads
+            gQ = cute.domain_offset((unit.start, 0), mQ[None, None, qk_head, unit.plane])
+            gK = cute.domain_offset((unit.start, 0), mK[None, None, qk_head, unit.plane])
+            gV = cute.domain_offset((0, unit.start), mV[None, None, unit.head, unit.plane])
+            tQs, tQg = tma.tiles(atoms[0], sQ, gQ, self.qk_tiler, (None, 0))
+            tKs, tKg = tma.tiles(atoms[1], sK, gK, self.qk_tiler, (None, 0))
+            tVs, tVg = tma.tiles(atoms[2], sV, gV, self.v_tiler, (None, None))
+            for chunk in cutlass.range(cute.ceil_div(unit.length, CHUNK), unroll=1):
+                inputs.acquire(step)
+                full = inputs.announce(step)
+                stage = inputs.stage(step)
+                cute.copy(atoms[0], tQg[None, chunk], tQs[None, stage], tma_bar_ptr=full)
+                cute.copy(atoms[1], tKg[None, chunk], tKs[None, stage], tma_bar_ptr=full)
+                for group in cutlass.range_constexpr(self.groups):
+                    source = tVg[None, unit.rows * self.groups + group, chunk]
+                    target = tVs[None, stage * self.groups + group]
+                    cute.copy(atoms[2], source, target, tma_bar_ptr=full)
+                step += 1
 
-        The second half of ``sWeight`` is zero: dead rows weigh nothing and no exponent is positive.
+    @cute.jit
+    def store(self, outputs, work, atom, mO, sO):
+        """STORE: write finished tiles; what lies behind a sequence's end is dropped."""
+        batch, units, ranked, sOrder = work
+        first, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        step = Int32(0)
+        for index in cutlass.range(first, units, ctas, unroll=1):
+            unit = varlen.unit(index, batch, ranked, sOrder, self.config.splits)
+            gO = mO[None, None, unit.start + unit.length, unit.head, unit.plane]
+            gO = cute.domain_offset((0, batch.tokens - unit.length), gO)
+            tOs, tOg = tma.tiles(atom, sO, gO, self.v_tiler, (None, None))
+            for chunk in cutlass.range(cute.ceil_div(unit.length, CHUNK), unroll=1):
+                outputs.wait(step)
+                with cute.arch.elect_one():  # a TMA store is issued by every lane that reaches it
+                    for group in cutlass.range_constexpr(self.groups):
+                        source = tOs[None, outputs.stage(step) * self.groups + group]
+                        target = tOg[None, unit.rows * self.groups + group, chunk]
+                        cute.copy(atom, source, target)
+                    cute.arch.cp_async_bulk_commit_group()
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                outputs.release(step)
+                step += 1
+
+    @cute.jit
+    def score(self, inputs, scores, work, decay, mma, shared):
+        """SCORE: P of every chunk, up to ``config.scores`` chunks ahead of the state."""
+        batch, units, ranked, sOrder = work
+        sQ, sK, sP, sDecay = shared
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        part = mma.get_slice(thread)
+        tAq = part.make_fragment_A(part.partition_A(sQ))
+        tBk = part.make_fragment_B(part.partition_B(sK))
+        accP = wgmma.accumulator(part, (CHUNK, CHUNK))
+        store_p = self.tile_store(mma, thread, sP, False)
+        factors = cute.make_rmem_tensor(cute.make_layout((2, 9)), Float32)
+        first, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        step = Int32(0)
+        for index in cutlass.range(first, units, ctas, unroll=1):
+            unit = varlen.unit(index, batch, ranked, sOrder, self.config.splits)
+            slope = decay[unit.head // (batch.value_heads // decay.shape[0])]
+            self.score_factors(slope, thread, sDecay, factors)
+            for chunk in cutlass.range(cute.ceil_div(unit.length, CHUNK), unroll=1):
+                stage = inputs.stage(step)
+                inputs.wait(step)
+                warpgroup.fence()
+                tAq_stage, tBk_stage = tAq[None, None, None, stage], tBk[None, None, None, stage]
+                wgmma.issue(mma, accP, tAq_stage, tBk_stage, False)
+                warpgroup.wait_group(0)
+                if unit.length - chunk * CHUNK < CHUNK:
+                    self.clear_keys(sK, stage, unit.length - chunk * CHUNK, thread)
+                inputs.release(step)
+                scores.acquire(step)
+                self.emit_score(accP, factors, thread, store_p, scores.stage(step))
+                scores.publish(step)
+                step += 1
+
+    @cute.jit
+    def state(self, rings, work, decay, mmas, shared, states, scale):
+        """STATE: a chunk's inter product, then intra on top of it and the carry side by side.
+
+        ptxas serialises all WGMMA of a kernel that writes an accumulator while another is in flight
+        (advisory C7515), so both decays happen with nothing outstanding.
         """
-        thread, _, _ = cute.arch.thread_idx()
-        if thread < CHUNK:
-            factor = decay_factor(slope, thread)
-            sDecay[thread] = factor
-            sWeight[CHUNK - 1 - thread] = factor
-            sWeight[CHUNK + thread] = Float32(0.0)
-        elif thread == CHUNK:
-            sDecay[CHUNK] = decay_factor(slope, thread)
-
-    @cute.jit
-    def load(self, ring, tokens: Int32, *operands):
-        """LOAD: bring the tiles of every chunk; rows at or above T arrive as zeros."""
-        for chunk in cutlass.range(cute.ceil_div(tokens, CHUNK), unroll=1):
-            full = ring.acquire(chunk)
-            stage = ring.stage(chunk)
-            for atom, (shared, tiles) in operands:
-                cute.copy(atom, tiles[None, chunk], shared[None, stage], tma_bar_ptr=full)
-
-    @cute.jit
-    def math(self, ring, tokens, shared, mmas, output, initial, final, scale):
-        """MATH: the chunk loop. Scalar work runs beside the product it does not depend on."""
-        thread, _, _ = cute.arch.thread_idx()
-        sQ, sK, sKt, sV, sP, sO, sDecay, sWeight = shared
-        score_mma, out_mma, carry_mma = mmas
-        score_thr, out_thr, carry_thr = (mma.get_slice(thread) for mma in mmas)
-        rows, columns = self.rows, HEAD_DIM
-
-        tAq = score_thr.make_fragment_A(score_thr.partition_A(sQ))
-        tBk = score_thr.make_fragment_B(score_thr.partition_B(sK))
+        batch, units, ranked, sOrder = work
+        inputs, scores, outputs = rings
+        sQ, sKt, sV, sP, sO, sDecay, sWeight = shared
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = (warp_index - Role.STATE) // WARPS
+        _, out_mma, carry_mma = mmas
+        out_thr, carry_thr = out_mma.get_slice(thread), carry_mma.get_slice(thread)
         tBq = out_thr.make_fragment_B(out_thr.partition_B(sQ))
         tBp = out_thr.make_fragment_B(out_thr.partition_B(sP))
         tBkt = carry_thr.make_fragment_B(carry_thr.partition_B(sKt))
-        accP = wgmma.accumulator(score_thr, (CHUNK, CHUNK))
-        accO = wgmma.accumulator(out_thr, (rows, CHUNK))
-        state = wgmma.accumulator(carry_thr, (rows, columns))
-        rState = wgmma.operand_a(out_thr, (rows, columns))
-        rV = wgmma.operand_a(out_thr, (rows, CHUNK))
-        rVw = wgmma.operand_a(carry_thr, (rows, CHUNK))
+        accO = wgmma.accumulator(out_thr, (TILE, CHUNK))
+        accS = wgmma.accumulator(carry_thr, (TILE, HEAD_DIM))
+        rState = wgmma.operand_a(out_thr, (TILE, HEAD_DIM))
+        rV = wgmma.operand_a(out_thr, (TILE, CHUNK))
+        rVw = wgmma.operand_a(carry_thr, (TILE, CHUNK))
         load_v = self.transposed_load(out_mma, thread, sV, rV)
-        store_p = self.tile_store(score_mma, thread, sP, False)
         store_o = self.tile_store(out_mma, thread, sO, True)
-        within, across = self.chunk_factors(thread, sDecay)
-        self.read_state(initial, carry_thr, state)
-
-        for chunk in cutlass.range(cute.ceil_div(tokens, CHUNK), unroll=1):
-            stage = ring.stage(chunk)
-            valid = cutlass.min(tokens - chunk * CHUNK, CHUNK)
-            wgmma.round_to(rState, state)
-            ring.wait(chunk)
-            warpgroup.fence()
-            wgmma.issue(
-                score_mma, accP, tAq[None, None, None, stage], tBk[None, None, None, stage], False
-            )
-            self.weigh_values(load_v, stage, rV, rVw, thread, sWeight, CHUNK - valid)
-            # ptxas serialises all WGMMA of a kernel that writes an accumulator while another is in
-            # flight (advisory C7515), so both decays wait until nothing is outstanding.
-            warpgroup.wait_group(0)
-            self.decay_state(state, sDecay[valid])
-            warpgroup.fence()
-            wgmma.issue(out_mma, accO, rState, tBq[None, None, None, stage], False)
-            self.publish_score(accP, within, thread, store_p, chunk)
-            warpgroup.wait_group(0)
-            self.decay_inter(accO, across)
-            warpgroup.fence()
-            wgmma.issue(out_mma, accO, rV, tBp, True)
-            wgmma.issue(carry_mma, state, rVw, tBkt[None, None, None, stage], True)
-            warpgroup.wait_group(1)
-            self.emit_output(accO, scale, store_o, output, chunk, thread)
-            warpgroup.wait_group(0)
-            ring.release(chunk)
-        if thread == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-        self.write_state(final, carry_thr, state)
+        factors = cute.make_rmem_tensor(cute.make_layout((2, 8)), Float32)
+        tables = (sDecay[None, 1 + group], sWeight[None, group])
+        first, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        step = Int32(0)
+        for index in cutlass.range(first, units, ctas, unroll=1):
+            unit = varlen.unit(index, batch, ranked, sOrder, self.config.splits)
+            slot = varlen.slot(batch, unit.sequence)
+            tile = unit.rows * self.groups + group
+            slope = decay[unit.head // (batch.value_heads // decay.shape[0])]
+            self.state_factors(slope, thread, group, tables, factors)
+            self.read_state(states[0], slot, unit.head, tile, carry_thr, accS)
+            for chunk in cutlass.range(cute.ceil_div(unit.length, CHUNK), unroll=1):
+                stage = inputs.stage(step)
+                valid = cutlass.min(unit.length - chunk * CHUNK, CHUNK)
+                wgmma.round_to(rState, accS)
+                self.decay_state(accS, tables[0][valid])
+                inputs.wait(step)
+                warpgroup.fence()
+                wgmma.issue(out_mma, accO, rState, tBq[None, None, None, stage], False)
+                v_tile = stage * self.groups + group
+                self.weigh_values(load_v, v_tile, rV, rVw, thread, tables[1], CHUNK - valid)
+                scores.wait(step)
+                warpgroup.wait_group(0)
+                self.decay_inter(accO, factors)
+                warpgroup.fence()
+                wgmma.issue(out_mma, accO, rV, tBp[None, None, None, scores.stage(step)], True)
+                wgmma.issue(carry_mma, accS, rVw, tBkt[None, None, None, stage], True)
+                warpgroup.wait_group(1)
+                scores.release(step)
+                outputs.acquire(step)
+                o_tile = outputs.stage(step) * self.groups + group
+                self.emit_output(accO, scale, slot.alive, store_o, o_tile)
+                outputs.publish(step)
+                warpgroup.wait_group(0)
+                inputs.release(step)
+                step += 1
+            self.write_state(states[1], slot, unit.head, tile, carry_thr, accS)
 
     def transposed_load(self, mma, thread, sV, rV):
-        """ldmatrix of the V tile, stored [j, v], as the A operand V^T."""
+        """ldmatrix of a V tile, stored [j, v], as the A operand V^T."""
         atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=True, num_matrices=4), BFloat16)
         copy = cute.make_tiled_copy_A(atom, mma)
         part = copy.get_slice(thread)
@@ -314,72 +417,123 @@ class LightningPrefillSm90:
         part = copy.get_slice(thread)
         return copy, part, part.partition_D(shared)
 
-    @cute.jit
-    def chunk_factors(self, thread, sDecay):
-        """Decay factors of a thread's registers, for the score and for the inter product.
+    def sync_warpgroup(self, barrier):
+        """Barrier of the 128 threads of one warpgroup."""
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
 
-        Register ``4n + 2h + p`` of the score is at distance ``row - column - p + 8 * (h - n)``, so
-        18 factors serve its 32 registers; in the output it belongs to token ``column + 8n + p``.
+    @cute.jit
+    def score_factors(self, slope, thread, sDecay, factors):
+        """Decay factors of a thread's registers of the score.
+
+        Register ``4n + 2h + p`` is at distance ``row - column - p + 8 * (h - n)``, so 18 factors
+        serve its 32 registers.
         """
         row, column = wgmma.thread_position(thread)
-        within = cute.make_rmem_tensor(cute.make_layout((2, 9)), Float32)
-        across = cute.make_rmem_tensor(cute.make_layout((2, 8)), Float32)
+        self.sync_warpgroup(Barrier.SCORE)
+        if thread < CHUNK:
+            sDecay[thread, 0] = decay_factor(slope, thread)
+        self.sync_warpgroup(Barrier.SCORE)
         for p in cutlass.range_constexpr(2):
             for m in cutlass.range_constexpr(9):
                 distance = row - column - p + 8 * (m - 7)
-                within[p, m] = sDecay[cutlass.max(distance, 0)]
+                factors[p, m] = sDecay[cutlass.max(distance, 0), 0]
+
+    @cute.jit
+    def state_factors(self, slope, thread, group, tables, factors):
+        """Tables of one head, and the decay factors of a thread's registers of the inter product.
+
+        ``decay[n] = lam^n`` and ``weight[j + 64 - L]`` for row j of a chunk with L valid rows.
+        The second half of ``weight`` is zero: dead rows weigh nothing and no exponent is positive.
+        Register ``4n + 2h + p`` of the output belongs to token ``column + 8n + p``.
+        """
+        sDecay, sWeight = tables
+        _, column = wgmma.thread_position(thread)
+        self.sync_warpgroup(Barrier.STATE + group)
+        factor = decay_factor(slope, thread)
+        if thread <= CHUNK:
+            sDecay[thread] = factor
+        if thread < CHUNK:
+            sWeight[CHUNK - 1 - thread] = factor
+            sWeight[CHUNK + thread] = Float32(0.0)
+        self.sync_warpgroup(Barrier.STATE + group)
+        for p in cutlass.range_constexpr(2):
             for n in cutlass.range_constexpr(8):
-                across[p, n] = sDecay[column + 8 * n + p + 1]
-        return within, across
+                factors[p, n] = sDecay[column + 8 * n + p + 1]
+
+    def state_tile(self, state, slot, head, tile) -> cute.Tensor:
+        """64 rows of one state in memory; the offset is 64-bit, in elements."""
+        address, stride_b, stride_h = state
+        offset = Int64(slot.index) * stride_b + Int64(head) * stride_h
+        start = address + (offset + Int64(tile) * (TILE * HEAD_DIM)) * 4
+        pointer = cute.make_ptr(Float32, start, AddressSpace.gmem, assumed_align=16)
+        return cute.make_tensor(pointer, cute.make_layout((TILE, HEAD_DIM), stride=(HEAD_DIM, 1)))
 
     @cute.jit
-    def read_state(self, initial, thr_mma, state):
+    def read_state(self, initial, slot, head, tile, thr_mma, accS):
         """Initial state into the accumulator, or zeros."""
-        address, gS = initial
-        if address == 0:
-            state.fill(0.0)
+        if initial[0] != 0 and slot.known:
+            cute.autovec_copy(thr_mma.partition_C(self.state_tile(initial, slot, head, tile)), accS)
         else:
-            cute.autovec_copy(thr_mma.partition_C(gS), state)
+            accS.fill(0.0)
 
     @cute.jit
-    def write_state(self, final, thr_mma, state):
-        """Final state to memory when it is wanted."""
-        address, gS = final
-        if address != 0:
-            cute.autovec_copy(state, thr_mma.partition_C(gS))
+    def write_state(self, final, slot, head, tile, thr_mma, accS):
+        """Final state to memory when it is wanted; a padded sequence has none."""
+        if final[0] != 0 and slot.alive:
+            cute.autovec_copy(accS, thr_mma.partition_C(self.state_tile(final, slot, head, tile)))
 
-    def decay_state(self, state, factor):
+    def decay_state(self, accS, factor):
         """Carry the state over the chunk: ``lam^L * S``."""
-        for j in range(cute.size(state)):
-            state[j] = state[j] * factor
+        for j in range(cute.size(accS)):
+            accS[j] = accS[j] * factor
 
-    def decay_inter(self, accO, across):
+    def decay_inter(self, accO, factors):
         """``lam^(i + 1)`` on each token's column of the inter product."""
         for n in range(8):
             for h in range(2):
                 for p in range(2):
                     j = 4 * n + 2 * h + p
-                    accO[j] = accO[j] * across[p, n]
+                    accO[j] = accO[j] * factors[p, n]
 
-    def weigh_values(self, load_v, stage, rV, rVw, thread, sWeight, dead):
-        """V^T into registers as it is and weighted by ``lam^(L - 1 - j)``, rounded to bf16."""
+    @cute.jit
+    def clear_keys(self, sK, stage, valid: Int32, thread):
+        """Zero the rows of K behind a sequence's end.
+
+        The score has read them, into columns that are masked; the carry waits for this chunk's P.
+        """
+        row, half = thread % CHUNK, thread // CHUNK
+        if row >= valid:
+            for i in cutlass.range_constexpr(HEAD_DIM // 2):
+                sK[row, half * (HEAD_DIM // 2) + i, stage] = BFloat16(0.0)
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+    @cute.jit
+    def weigh_values(self, load_v, tile, rV, rVw, thread, sWeight, dead: Int32):
+        """V^T into registers as it is and weighted by ``lam^(L - 1 - j)``, rounded to bf16.
+
+        Rows behind a sequence's end, the last ``dead`` ones of the chunk, are cleared.
+        """
         copy, source, target = load_v
-        cute.copy(copy, source[None, None, None, stage], target)
+        cute.copy(copy, source[None, None, None, tile], target)
         _, column = wgmma.thread_position(thread)
-        for k in range(CHUNK // 16):
-            for c in range(2):
-                for p in range(2):
+        if dead > 0:
+            for k in cutlass.range_constexpr(CHUNK // 16):
+                for c in cutlass.range_constexpr(2):
+                    for p in cutlass.range_constexpr(2):
+                        if 16 * k + 8 * c + column + p + dead >= CHUNK:
+                            for h in cutlass.range_constexpr(2):
+                                rV[8 * k + 4 * c + 2 * h + p] = BFloat16(0.0)
+        for k in cutlass.range_constexpr(CHUNK // 16):
+            for c in cutlass.range_constexpr(2):
+                for p in cutlass.range_constexpr(2):
                     weight = sWeight[16 * k + 8 * c + column + p + dead]
-                    for h in range(2):
+                    for h in cutlass.range_constexpr(2):
                         j = 8 * k + 4 * c + 2 * h + p
                         rVw[j] = BFloat16(Float32(rV[j]) * weight)
 
     @cute.jit
-    def publish_score(self, accP, within, thread, store_p, chunk):
-        """Decay and mask the score, round it to bf16 and publish it for the intra product.
-
-        Also frees the output tile of two chunks ago: thread 0 awaits its store before the barrier.
-        """
+    def emit_score(self, accP, factors, thread, store_p, stage):
+        """Decay and mask the score, round it to bf16 and write it for the intra product."""
         row, column = wgmma.thread_position(thread)
         copy, part, target = store_p
         rP = cute.make_rmem_tensor(accP.layout, BFloat16)
@@ -388,29 +542,21 @@ class LightningPrefillSm90:
                 for p in cutlass.range_constexpr(2):
                     j = 4 * n + 2 * h + p
                     visible = row - column - p + 8 * (h - n) >= 0
-                    value = accP[j] * within[p, h - n + 7]
+                    value = accP[j] * factors[p, h - n + 7]
                     rP[j] = BFloat16(value if visible else Float32(0.0))
-        cute.copy(copy, part.retile(rP), target)
-        if thread == 0:
-            cute.arch.cp_async_bulk_wait_group(1, read=True)
+        cute.copy(copy, part.retile(rP), target[None, None, None, stage])
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=Barrier.SCORE, number_of_threads=MATH_THREADS)
 
     @cute.jit
-    def emit_output(self, accO, scale, store_o, output, chunk, thread):
-        """Scale, round to bf16 and store the chunk's rows; TMA drops rows at or above T."""
+    def emit_output(self, accO, scale, alive, store_o, tile):
+        """Scale, round to bf16 and write the output tile; a padded sequence gets zeros."""
         copy, part, target = store_o
-        atom, (shared, tiles) = output
-        buffer = chunk % self.config.output_buffers
         rO = cute.make_rmem_tensor(accO.layout, BFloat16)
         for j in cutlass.range_constexpr(cute.size(rO)):
-            rO[j] = BFloat16(accO[j] * scale)
-        cute.copy(copy, part.retile(rO), target[None, None, None, buffer])
+            value = accO[j] * scale
+            rO[j] = BFloat16(value if alive else Float32(0.0))
+        cute.copy(copy, part.retile(rO), target[None, None, None, tile])
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=Barrier.OUTPUT, number_of_threads=MATH_THREADS)
-        if thread == 0:  # a TMA store is issued by every lane that reaches it
-            cute.copy(atom, shared[None, buffer], tiles[None, chunk])
-            cute.arch.cp_async_bulk_commit_group()
 
 
 KERNEL = LightningPrefillSm90
