@@ -53,7 +53,7 @@ def state_of_a_pool(device: torch.device) -> tuple[Problem, None]:
 
 def several_chunks(device: torch.device) -> tuple[Problem, None]:
     """More chunks than the pipeline has stages, so that each barrier changes phase."""
-    return problem(device, 64 * 9, 1, 1, slopes="steep"), None
+    return problem(device, 64 * 6, 1, 1, slopes="steep"), None
 
 
 MEMORY = (

@@ -308,7 +308,7 @@ def install(root: Path, name: str = sanitizer.PROGRAM) -> Path:
 @pytest.fixture
 def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A machine without compute-sanitizer, and a folder to install it into."""
-    monkeypatch.setattr(sanitizer.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sanitizer, "_folders", list)
     monkeypatch.setattr(sanitizer.shutil, "which", lambda name: None)
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(variable, raising=False)
@@ -326,12 +326,20 @@ def test_the_package_comes_before_cuda_home_and_path(
     in_home = install(nowhere / "home" / "bin")
     monkeypatch.setenv("CUDA_HOME", str(nowhere / "home"))
     assert sanitizer.find().path == in_home
-    in_package = install(nowhere / "site" / "nvidia" / "cu13" / "bin")
-    monkeypatch.undo()
-    monkeypatch.syspath_prepend(str(nowhere / "site"))
+    site = nowhere / "site"
+    in_package = install(site / "nvidia" / "cu13" / "bin")
+    monkeypatch.setattr(sanitizer, "_folders", lambda: ["/nowhere", str(site)])
     assert sanitizer.find().path == in_package
     assert str(sanitizer.find()) == "compute-sanitizer 2026.4.0"
     assert sanitizer.find(str(on_path)).path == on_path
+
+
+def test_packages_are_looked_for_wherever_python_imports_from(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = install(tmp_path / "nvidia" / "cu13" / "bin")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert sanitizer.find().path == path
 
 
 @pytest.mark.parametrize(

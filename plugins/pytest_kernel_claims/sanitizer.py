@@ -17,7 +17,6 @@ Without a GPU the tests run in this process on a provider that has checks of its
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -158,10 +157,14 @@ def find(given: str | None = None) -> Program:
     )
 
 
+def _folders() -> list[str]:
+    """Where packages are installed; a folder that PYTHONPATH names counts too."""
+    return sys.path
+
+
 def _candidates() -> Iterator[Path]:
-    spec = importlib.util.find_spec("nvidia")
-    for root in spec.submodule_search_locations or () if spec is not None else ():
-        yield from sorted(Path(root).glob(f"cu*/bin/{PROGRAM}"), reverse=True)
+    for folder in _folders():
+        yield from sorted(Path(folder, "nvidia").glob(f"cu*/bin/{PROGRAM}"), reverse=True)
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if os.environ.get(variable):
             yield Path(os.environ[variable]) / "bin" / PROGRAM
