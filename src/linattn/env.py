@@ -31,6 +31,10 @@ class Variable:
     parse: Callable[[str], Any]
 
 
+def _flag(text: str) -> bool:
+    return text.strip().lower() not in ("0", "false", "off", "no")
+
+
 def _path(text: str) -> Path:
     return Path(text).expanduser().absolute()
 
@@ -43,6 +47,12 @@ VARIABLES: dict[str, Variable] = {
             "folder that holds compiled kernels; several processes may share it",
             "~/.cache/linattn",
             _path,
+        ),
+        Variable(
+            "CUTE_DSL_LINEINFO",
+            "the compiler's own: machine code that names source lines, which is other machine code",
+            "0",
+            _flag,
         ),
     )
 }
@@ -60,6 +70,12 @@ def cache_dir() -> Path:
     """Root folder of the kernel cache."""
     path: Path = read("LINATTN_CACHE_DIR")
     return path
+
+
+def line_info() -> bool:
+    """Whether kernels are compiled with source lines."""
+    on: bool = read("CUTE_DSL_LINEINFO")
+    return on
 
 
 def reset() -> None:
