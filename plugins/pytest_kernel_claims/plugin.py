@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_kernel_claims import arch, claims
+from pytest_kernel_claims import arch, child, claims
 
 if TYPE_CHECKING:
     import torch
 
     from pytest_kernel_claims.codegen import Codegen
     from pytest_kernel_claims.compare import BitwiseCheck, NumericCheck, Poison
+    from pytest_kernel_claims.timing import CudaBenchmark
 
 KINDS = {
     "bitwise": "results are equal bit for bit",
@@ -25,6 +26,9 @@ KINDS = {
     "codegen": "properties of the generated machine code",
     "perf": "speed",
 }
+
+_TIMED = pytest.StashKey[bool]()
+"""Set when a collected test uses ``cuda_benchmark``."""
 
 MARKERS = {
     **{
@@ -37,10 +41,10 @@ MARKERS = {
     "claim": "claim(id, text): a published statement that this test verifies; may be repeated",
     "sanitize": "sanitize(*tools): names the compute-sanitizer tools (all, when empty) that this "
     "test is meant to be run under; by itself only a tag",
-    "timing": "timing(processes=, warmup=, iterations=, escalate=): protocol by which a perf test "
-    "is meant to be measured; by itself only a tag",
-    "ratio_set": "ratio_set(name, rows=, worst=, geomean=): the set of rows that a perf test's "
-    "ratio belongs to and the limits of that set; by itself only a tag",
+    "timing": "timing(processes=, warmup=, iterations=, escalate=, mode=, calls=, l2=, hold=, "
+    "group=): how cuda_benchmark measures this test",
+    "ratio_set": "ratio_set(name, rows=, worst=, geomean=): the set of rows that the ratio of a "
+    "cuda_benchmark test belongs to; judged when the session ends, missing rows make it incomplete",
 }
 
 
@@ -61,11 +65,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FILE",
         help="fail unless every claim listed in FILE (an id a line, # comments) is verified",
     )
+    group.addoption(
+        "--timing",
+        metavar="NAME=N,...",
+        help="override processes, warmup, iterations or calls of every timing marker, "
+        "for example --timing=processes=5,iterations=200",
+    )
     group.addoption("--sanitizer", help=argparse.SUPPRESS)
+
+
+class _Hooks:
+    @pytest.hookspec
+    def pytest_kernel_claims_child_options(self, config: pytest.Config) -> list[str]:
+        """Options of the tested project that its tests need in a child process too."""
+        raise NotImplementedError
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
     pluginmanager.add_hookspecs(arch)
+    pluginmanager.add_hookspecs(_Hooks)
 
 
 @pytest.hookimpl(trylast=True)
@@ -77,6 +95,9 @@ def pytest_configure(config: pytest.Config) -> None:
             "nothing would be checked, so nothing is run"
         )
     arch.configure(config)
+    child.configure(config)
+    if not hasattr(config.option, "benchmark_disable"):
+        config.pluginmanager.register(_WithoutBenchmark(), "kernel_claims_no_benchmark")
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(claims.Collector(config), "kernel_claims_collector")
 
@@ -96,6 +117,14 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     return f"kernel claims: --gpu-arch={config.getoption('gpu_arch')}; {arch.machine(config)}"
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if any("cuda_benchmark" in getattr(item, "fixturenames", ()) for item in items):
+        from pytest_kernel_claims import timing
+
+        config.stash[_TIMED] = True
+        timing.prepare(items)
+
+
 def pytest_deselected(items: list[pytest.Item]) -> None:
     claims.note_deselected(items)
 
@@ -103,6 +132,11 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     try:
         claims.attach(session.items, KINDS)
+        claims.attach_ratio_sets(session.items)
+        if _TIMED in session.config.stash:
+            from pytest_kernel_claims import timing
+
+            timing.validate(session.items)
     except pytest.UsageError as error:
         if not hasattr(session.config, "workerinput"):
             raise
@@ -130,6 +164,43 @@ def measured(request: pytest.FixtureRequest) -> claims.Measured:
     """``measured(name, value, limit=None, unit=None, better="lower")``: record a figure with the
     claims of this test; the test fails when the figure violates its limit or is NaN."""
     return claims.Measured(request.node)
+
+
+@pytest.fixture
+def cuda_benchmark(request: pytest.FixtureRequest, benchmark: Any) -> CudaBenchmark:
+    """``cuda_benchmark(factory)`` or ``cuda_benchmark.versus(ours=factory, peer=factory)``: GPU
+    timings as results of pytest-benchmark, see ``timing.CudaBenchmark``."""
+    from pytest_kernel_claims import timing
+
+    return timing.CudaBenchmark(request, benchmark)
+
+
+class _WithoutBenchmark:
+    """Takes the fixture's place where pytest-benchmark is not there to be its base."""
+
+    @pytest.fixture
+    def cuda_benchmark(self) -> None:
+        pytest.skip("timing needs pytest-benchmark")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_machine_info(
+    config: pytest.Config, machine_info: dict[str, Any]
+) -> None:
+    if _TIMED in config.stash:
+        from pytest_kernel_claims import timing
+
+        timing.describe_machine(config, machine_info)
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_benchmark_compare_machine_info(
+    config: pytest.Config, machine_info: dict[str, Any], compared_benchmark: dict[str, Any]
+) -> None:
+    if compared_benchmark["machine_info"].get("gpu"):
+        from pytest_kernel_claims import timing
+
+        timing.compare_machines(config, machine_info, compared_benchmark)
 
 
 @pytest.fixture
