@@ -84,7 +84,7 @@ def test_the_table_shows_the_worst_row_and_the_mean(timed_suite: TimedSuite) -> 
         [
             "RATIO  verified *3/3 *",
             "*worst: geomean of peer 1.083 (limit 1.1), ratio 1.21 (limit 1.25)",
-            "ratio set peer  verified  3/3 rows  worst 1.2100 (limit 1.25) *geomean 1.0830 *",
+            "ratio set peer  verified  3/3 rows  worst 1.2100 (limit 1.25) *geomean 1.0831 *",
         ]
     )
 

@@ -230,6 +230,35 @@ def test_a_wrong_marker_is_a_usage_error(
     result.stderr.fnmatch_lines([f"*test_it: timing marker: {message.replace('[', '[[]')}*"])
 
 
+def test_the_order_of_arguments_cannot_falsify_a_round(timed_suite: TimedSuite) -> None:
+    timed_suite.write("""
+        import pytest
+        from fake_gpu import spend
+
+        pytestmark = pytest.mark.timing(processes=1)
+
+        def test_before(cuda_benchmark, benchmark): cuda_benchmark(lambda: lambda: spend(1e-6))
+        def test_behind(benchmark, cuda_benchmark): cuda_benchmark(lambda: lambda: spend(1e-6))
+    """)
+    result = timed_suite.run()
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*RuntimeError: *name cuda_benchmark before it*"])
+
+
+def test_a_fixture_of_that_name_stays_the_projects(timed_suite: TimedSuite) -> None:
+    timed_suite.write("""
+        import pytest
+
+        @pytest.fixture
+        def cuda_benchmark(benchmark): return benchmark
+
+        def test_theirs(cuda_benchmark):
+            assert cuda_benchmark.pedantic(lambda: 3, rounds=2) == 3
+            assert cuda_benchmark.stats["min"] > 0
+    """)
+    timed_suite.run().assert_outcomes(passed=1)
+
+
 # --- fresh processes ------------------------------------------------------------------------
 
 

@@ -81,6 +81,13 @@ class DeviceProvider(Protocol):
         """For one test: make kernels of ``capability`` runnable, give the tensors' device."""
 
 
+@pytest.hookspec
+def pytest_kernel_claims_child_options(config: pytest.Config) -> list[str] | None:
+    """Return pytest options that a child which runs one test again needs, such as a project's own
+    ``--problem=...``. Selections and reports stay with the parent.
+    Implementations outside this package are declared with ``optionalhook=True``."""
+
+
 @pytest.hookspec(firstresult=True)
 def pytest_kernel_claims_device(config: pytest.Config, arch: str | None) -> DeviceProvider | None:
     """Return a provider for ``--gpu-arch=emulated`` (``arch`` None: whatever a test needs) or

@@ -32,12 +32,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
 from pytest_kernel_claims import arch
-from pytest_kernel_claims.figures import RatioSet
+
+if TYPE_CHECKING:
+    from pytest_kernel_claims.figures import RatioSet
 
 SCHEMA = "pytest-kernel-claims/1"
 SEVERITY = ("not run", "passed", "other", "xpassed", "xfailed", "skipped", "failed", "error")
@@ -384,6 +386,8 @@ class Collector:
         self._claims_of_test.setdefault(test, []).append(claim)
 
     def _seen_in_set(self, report: pytest.TestReport, value: dict[str, Any]) -> None:
+        from pytest_kernel_claims.figures import RatioSet
+
         one = self.sets.setdefault(value["name"], RatioSet(**value))
         one.ratios.setdefault(report.nodeid, None)
         for timing in _get(report, "timing"):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_kernel_claims import arch, child, claims
+from pytest_kernel_claims import arch, claims
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +29,7 @@ KINDS = {
 }
 
 _TIMED = pytest.StashKey[bool]()
-"""Set when a collected test uses ``cuda_benchmark``."""
+"""Set when a test has used ``cuda_benchmark``."""
 
 MARKERS = {
     **{
@@ -46,6 +47,12 @@ MARKERS = {
     "ratio_set": "ratio_set(name, rows=, worst=, geomean=): the set of rows that the ratio of a "
     "cuda_benchmark test belongs to; judged when the session ends, missing rows make it incomplete",
 }
+
+
+CHILD = "PYTEST_KERNEL_CLAIMS_CHILD"
+"""Environment variable of ``child``, which is imported only where it is set."""
+
+_IS_CHILD = pytest.StashKey[bool]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -74,16 +81,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--sanitizer", help=argparse.SUPPRESS)
 
 
-class _Hooks:
-    @pytest.hookspec
-    def pytest_kernel_claims_child_options(self, config: pytest.Config) -> list[str]:
-        """Options of the tested project that its tests need in a child process too."""
-        raise NotImplementedError
-
-
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
     pluginmanager.add_hookspecs(arch)
-    pluginmanager.add_hookspecs(_Hooks)
 
 
 @pytest.hookimpl(trylast=True)
@@ -94,12 +93,21 @@ def pytest_configure(config: pytest.Config) -> None:
             "--sanitizer: the sanitizer room of pytest_kernel_claims is not built; "
             "nothing would be checked, so nothing is run"
         )
+    if CHILD in os.environ:
+        from pytest_kernel_claims import child
+
+        child.configure(config)
+        config.stash[_IS_CHILD] = True
     arch.configure(config)
-    child.configure(config)
     if not hasattr(config.option, "benchmark_disable"):
         config.pluginmanager.register(_WithoutBenchmark(), "kernel_claims_no_benchmark")
-    if not hasattr(config, "workerinput"):
+    if not hasattr(config, "workerinput") and not _is_child(config):
         config.pluginmanager.register(claims.Collector(config), "kernel_claims_collector")
+
+
+def _is_child(config: pytest.Config) -> bool:
+    """Whether this pytest re-runs tests for another one, which has their claims."""
+    return config.stash.get(_IS_CHILD, False)
 
 
 def _register_markers(config: pytest.Config) -> None:
@@ -117,14 +125,6 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     return f"kernel claims: --gpu-arch={config.getoption('gpu_arch')}; {arch.machine(config)}"
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if any("cuda_benchmark" in getattr(item, "fixturenames", ()) for item in items):
-        from pytest_kernel_claims import timing
-
-        config.stash[_TIMED] = True
-        timing.prepare(items)
-
-
 def pytest_deselected(items: list[pytest.Item]) -> None:
     claims.note_deselected(items)
 
@@ -133,10 +133,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     try:
         claims.attach(session.items, KINDS)
         claims.attach_ratio_sets(session.items)
-        if _TIMED in session.config.stash:
-            from pytest_kernel_claims import timing
+        marked = [item for item in session.items if any(arch.marks(item, "timing"))]
+        if marked:
+            from pytest_kernel_claims import processes
 
-            timing.validate(session.items)
+            for item in marked:
+                processes.timed(item)
     except pytest.UsageError as error:
         if not hasattr(session.config, "workerinput"):
             raise
@@ -167,12 +169,23 @@ def measured(request: pytest.FixtureRequest) -> claims.Measured:
 
 
 @pytest.fixture
-def cuda_benchmark(request: pytest.FixtureRequest, benchmark: Any) -> CudaBenchmark:
+def _cuda_event_clock(request: pytest.FixtureRequest) -> Any:
+    """Timer of the ``benchmark`` fixture, which reads it when it is set up: after this one."""
+    from pytest_kernel_claims import timing
+
+    request.config.stash[_TIMED] = True
+    return timing.install_clock(request.node)
+
+
+@pytest.fixture
+def cuda_benchmark(
+    request: pytest.FixtureRequest, _cuda_event_clock: Any, benchmark: Any
+) -> CudaBenchmark:
     """``cuda_benchmark(factory)`` or ``cuda_benchmark.versus(ours=factory, peer=factory)``: GPU
     timings as results of pytest-benchmark, see ``timing.CudaBenchmark``."""
     from pytest_kernel_claims import timing
 
-    return timing.CudaBenchmark(request, benchmark)
+    return timing.CudaBenchmark(request, benchmark, _cuda_event_clock)
 
 
 class _WithoutBenchmark:

@@ -9,6 +9,7 @@ mean of one process, so that its median is the row's figure; in one process it i
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,6 @@ from pytest_kernel_claims.claims import TIMINGS, Better, Measured, Measurement
 
 SUBJECT = "ours"
 
-CLOCK = pytest.StashKey["SampleClock"]()
 _GROUPS = pytest.StashKey[dict[str, processes.Group]]()
 
 
@@ -42,14 +42,13 @@ class SampleClock:
         self._now += seconds
 
 
-def prepare(items: Sequence[pytest.Item]) -> None:
-    """Give every timed test a clock of its own, under whatever its ``benchmark`` mark says."""
-    for item in items:
-        if processes.uses_benchmark(item):
-            mark = item.get_closest_marker("benchmark")
-            clock = item.stash[CLOCK] = SampleClock()
-            kwargs = {**(mark.kwargs if mark else {}), "timer": clock}
-            item.add_marker(pytest.mark.benchmark(**kwargs), append=False)
+def install_clock(item: pytest.Item) -> SampleClock:
+    """Give a test a clock of its own, under whatever its ``benchmark`` mark says."""
+    mark = item.get_closest_marker("benchmark")
+    clock = SampleClock()
+    kwargs = {**(mark.kwargs if mark else {}), "timer": clock}
+    item.add_marker(pytest.mark.benchmark(**kwargs), append=False)
+    return clock
 
 
 # --- the fixture ----------------------------------------------------------------------------
@@ -126,7 +125,8 @@ class CudaBenchmark:
 
     Workload = events.Workload
 
-    def __init__(self, request: pytest.FixtureRequest, benchmark: Any) -> None:
+    def __init__(self, request: pytest.FixtureRequest, benchmark: Any, clock: SampleClock) -> None:
+        self._clock = clock
         self._node: pytest.Item = request.node
         self._config = request.config
         self._benchmark = benchmark
@@ -245,7 +245,7 @@ class CudaBenchmark:
             rounds = [figures.estimate_us(process) * 1e-6 for process in counted]
         else:
             rounds = [sample * 1e-6 for sample in figures.samples_us(counted[0])]
-        clock = self._node.stash[CLOCK]
+        clock = self._clock
         left = iter(rounds)
 
         def rewind() -> tuple[tuple[float], dict[str, Any]]:
@@ -260,6 +260,11 @@ class CudaBenchmark:
         ):
             self._benchmark.extra_info["samples_us"] = [*map(figures.samples_us, counted)]
         self._benchmark.pedantic(clock.advance, setup=rewind, rounds=len(rounds))
+        if not math.isclose(self._benchmark.stats["total"], math.fsum(rounds), rel_tol=1e-9):
+            raise RuntimeError(
+                "cuda_benchmark: another fixture or argument of this test set up 'benchmark' first, "
+                "with another timer; name cuda_benchmark before it"
+            )
 
     def _publish(self, record: dict[str, Any]) -> Timing:
         result = Timing(self._node, record)
@@ -364,10 +369,3 @@ def compare_machines(
             f"--benchmark-compare-fail: the baseline was measured by {sorted(protocols)}, "
             f"this version measures by {figures.PROTOCOL}"
         )
-
-
-def validate(items: Sequence[pytest.Item]) -> None:
-    """Raises pytest.UsageError for the first timed test whose marker does not fit."""
-    for item in items:
-        if processes.uses_benchmark(item):
-            processes.timed(item)
