@@ -262,8 +262,8 @@ class CudaBenchmark:
         self._benchmark.pedantic(clock.advance, setup=rewind, rounds=len(rounds))
         if not math.isclose(self._benchmark.stats["total"], math.fsum(rounds), rel_tol=1e-9):
             raise RuntimeError(
-                "cuda_benchmark: another fixture or argument of this test set up 'benchmark' first, "
-                "with another timer; name cuda_benchmark before it"
+                "cuda_benchmark: another fixture or argument set up 'benchmark' first, with "
+                "another timer; name cuda_benchmark before it"
             )
 
     def _publish(self, record: dict[str, Any]) -> Timing:
