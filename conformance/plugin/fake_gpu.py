@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,15 +97,44 @@ class FakeNvml:
         }
 
 
-def install(config: pytest.Config) -> None:
-    """Put the fakes into the plugin until this pytest ends."""
+class CountingClock(FakeClock):
+    """10 us for each PyTorch operation of a call."""
+
+    def readings(
+        self, calls: Sequence[Callable[[], object]], hold: float, loaded: Callable[[], None]
+    ) -> tuple[list[float], bool]:
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        class Counting(TorchDispatchMode):
+            def __torch_dispatch__(
+                self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                spend(10e-6)
+                return function(*args, **(kwargs or {}))
+
+        with Counting():
+            return super().readings(calls, hold, loaded)
+
+
+@contextmanager
+def cpu_as_gpu(item: pytest.Item) -> Iterator[Any]:
+    import torch
+
+    yield torch.device("cpu")
+
+
+def install(config: pytest.Config, counting_operations: bool = False) -> None:
+    """Put the fakes into the plugin until this pytest ends; where operations are counted, tensors
+    that a test puts on its device are on the CPU."""
     places: dict[tuple[Any, str], Any] = {
         (arch, "detect"): lambda: GPUS.get(plan().get("gpu", "h200")),
         (arch, "driver_version"): lambda: "580.95",
-        (events, "clock"): FakeClock,
+        (events, "clock"): CountingClock if counting_operations else FakeClock,
         (gpustate, "observer"): lambda gpu: FakeNvml(),
         (gpustate, "SETTLE_SECONDS"): 0.0,
     }
+    if counting_operations:
+        places[arch, "open_device"] = cpu_as_gpu
     for (module, name), fake in places.items():
         config.add_cleanup(partial(setattr, module, name, getattr(module, name)))
         setattr(module, name, fake)

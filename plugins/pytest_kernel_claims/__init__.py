@@ -2,6 +2,9 @@
 
 ``plugin`` holds the hooks and fixtures, ``arch`` decides which GPU tests may run on, ``claims``
 collects and publishes verdicts, ``compare`` judges tensors, ``codegen`` reads machine code.
+Timing: ``timing`` is the fixture, ``processes`` decides which process times what, ``events`` is
+what one process does, ``gpustate`` observes the GPU meanwhile, ``figures`` is the arithmetic.
+``merge`` and ``audit`` are commands on claims files; ``child`` runs tests again in a new process.
 Nothing here imports torch, numpy or CUDA state until a marker, option or fixture needs it.
 """
 

@@ -155,7 +155,8 @@ def measure(build: Factory, settings: Settings, watch: gpustate.Observer) -> dic
     """Time one implementation; returns the part of a process record that this process knows.
 
     Raises TypeError when ``build`` returns neither a Workload nor a callable, ValueError when
-    rotation is asked for and ``build`` allocates nothing, and whatever a check raises.
+    rotation is asked for and ``build`` allocates nothing, RuntimeError when the timed stream shows
+    no work, and whatever a check raises.
     """
     timer = clock()
     before = timer.allocated()
@@ -170,6 +171,8 @@ def measure(build: Factory, settings: Settings, watch: gpustate.Observer) -> dic
         _check(load, load.launch(), timer)
     take = _graph_readings if settings.mode == "graph" else _eager_readings
     taken = take(timer, loads, settings, watch)
+    if min(taken["readings_ms"]) <= 0:
+        raise RuntimeError("cuda_benchmark: got a reading of 0 ms, expected work on this stream")
     return {
         **taken,
         "copies": copies,
