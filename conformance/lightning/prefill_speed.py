@@ -73,6 +73,7 @@ def by_fla(operator: Operator, row: Row, device: torch.device) -> Workload:
         gate.checked(inputs),
         outputs=lambda result: result,
         prepare=lambda: fla.tune(operator, problem, device),
+        about=fla.about(),
     )
 
 

@@ -54,6 +54,13 @@ def require() -> None:
         pytest.skip(reason)
 
 
+def about() -> dict[str, str]:
+    """What a figure of FLA depends on."""
+    batch, tokens, heads = TUNED_ON
+    versions = {name: importlib.metadata.version(name) for name in ("fla-core", "triton")}
+    return {**versions, "tuned on": f"batch {batch}, {tokens} tokens, {heads} heads"}
+
+
 def refuse_traps(inputs: Any) -> None:
     """Raise ValueError for a problem that FLA would get wrong, or be charged too much for."""
     q, k, v = inputs.q, inputs.k, inputs.v

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_kernel_claims import arch, claims, merge
+from pytest_kernel_claims import arch, claims, merge, provenance
 
 if TYPE_CHECKING:
     from .conftest import Suite
@@ -315,7 +315,7 @@ def test_a_violation_outranks_everything() -> None:
 
 def test_provenance(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LINATTN_COMMIT", "feedbeef")
-    monkeypatch.setattr(claims, "_git", lambda root, *args: None)
+    monkeypatch.setattr(provenance, "_git", lambda root, *args: None)
     monkeypatch.setattr(arch, "driver_version", lambda: "580.95.05")
     suite.on("h200").write("""
         import pytest
@@ -341,16 +341,16 @@ def test_the_commit_comes_from_git(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         who = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
         subprocess.run(["git", *who, *args], cwd=tmp_path, check=True, capture_output=True)
 
-    assert claims.source_state(tmp_path) == {"commit": "feedbeef", "dirty": None}
+    assert provenance.source_state(tmp_path) == {"commit": "feedbeef", "dirty": None}
     git("init")
     (tmp_path / "a").write_text("a")
     git("add", "a")
     git("commit", "-m", "a")
-    clean = claims.source_state(tmp_path)
+    clean = provenance.source_state(tmp_path)
     assert len(clean["commit"]) == 40
     assert clean["dirty"] is False
     (tmp_path / "a").write_text("b")
-    assert claims.source_state(tmp_path) == {**clean, "dirty": True}
+    assert provenance.source_state(tmp_path) == {**clean, "dirty": True}
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:

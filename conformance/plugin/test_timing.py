@@ -184,12 +184,15 @@ def test_results_are_checked_in_the_timed_process(timed_suite: TimedSuite, mode:
             def check(result):
                 assert result.tolist() == [3.0] * 4
 
-            return cuda_benchmark.Workload(launch, check, lambda result: [result])
+            return cuda_benchmark.Workload(
+                launch, check, lambda result: [result], about={{"peer": "1.2"}}
+            )
 
         @pytest.mark.timing(processes=1, mode="{mode}", calls=2, iterations=5)
         @pytest.mark.parametrize("last", [math.inf, 0, 3])
         def test_it(cuda_benchmark, last):
-            cuda_benchmark(lambda: workload(cuda_benchmark, lambda call: call <= last))
+            result = cuda_benchmark(lambda: workload(cuda_benchmark, lambda call: call <= last))
+            assert result.record["implementations"]["ours"][0]["about"] == {{"peer": "1.2"}}
     """)
     result = timed_suite.run()
     result.assert_outcomes(passed=1, failed=2)

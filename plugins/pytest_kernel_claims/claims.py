@@ -20,12 +20,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import sys
 import tempfile
 from collections import Counter
@@ -36,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
-from pytest_kernel_claims import arch
+from pytest_kernel_claims import arch, provenance
 
 if TYPE_CHECKING:
     from pytest_kernel_claims.figures import RatioSet
@@ -356,7 +353,7 @@ class Collector:
         self._claims_of_test: dict[str, list[Claim]] = {}
         self._json: str | None = config.getoption("claims_json")
         self._required = _read_required(config.getoption("require_claims"))
-        self._source = source_state(config.rootpath) if self._json else {}
+        self._source = provenance.source_state(config.rootpath) if self._json else {}
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.outcome != "passed":
@@ -444,7 +441,7 @@ class Collector:
         return {
             "schema": SCHEMA,
             **self._source,
-            **provenance(self.config),
+            **provenance.of_run(self.config),
             "exitstatus": exitstatus,
             "modules_not_collected": dict(self.modules),
             "cubins": {
@@ -529,58 +526,6 @@ def closing(claims: Iterable[Claim], modules: Counter[str]) -> Iterator[str]:
 
 
 # --- JSON -----------------------------------------------------------------------------------
-
-
-def source_state(root: Path) -> dict[str, Any]:
-    """``commit`` and ``dirty`` of the tested sources: git's, else LINATTN_COMMIT and None."""
-    commit = _git(root, "rev-parse", "HEAD")
-    if commit is None:
-        return {"commit": os.environ.get("LINATTN_COMMIT") or None, "dirty": None}
-    return {"commit": commit, "dirty": bool(_git(root, "status", "--porcelain"))}
-
-
-def _git(root: Path, *args: str) -> str | None:
-    import subprocess
-
-    command = ["git", "-C", str(root), *args]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
-
-
-def provenance(config: pytest.Config) -> dict[str, Any]:
-    """Hardware and software of this run."""
-    here = arch.machine(config)
-    gpu = here.gpu and {
-        "name": here.gpu.name,
-        "sm": arch.sm_name(here.gpu.capability),
-        "driver": arch.driver_version(),
-    }
-    emulator = here.provider and {
-        "name": here.provider.name,
-        "sm": [arch.sm_name(capability) for capability in here.provider.capabilities],
-    }
-    torch = sys.modules.get("torch")
-    given = config.invocation_params.args
-    return {
-        "gpu": gpu,
-        "emulator": emulator,
-        "torch": _version("torch"),
-        "cuda": torch.version.cuda if torch else None,
-        "cutlass_dsl": _version("nvidia-cutlass-dsl"),
-        "python": platform.python_version(),
-        "when": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "args": [str(arg).replace(f"{config.rootpath}{os.sep}", "") for arg in given],
-    }
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def finite(value: Any) -> Any:

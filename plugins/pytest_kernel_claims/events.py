@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pytest_kernel_claims import gpustate
@@ -43,12 +43,14 @@ class Workload:
         outputs: results -> the tensors in them that every call writes in full. They are poisoned
             before a call that is checked. Leave out what a call also reads.
         prepare: compiles or tunes; timed apart, before the first call.
+        about: versions and choices that belong to the evidence, such as those of a peer's package.
     """
 
     launch: Callable[[], Any]
     check: Callable[[Any], object] | None = None
     outputs: Callable[[Any], Iterable[Any]] | None = None
     prepare: Callable[[], object] | None = None
+    about: Mapping[str, str] = field(default_factory=dict)
 
 
 Factory = Callable[[], "Workload | Callable[[], Any]"]
@@ -181,6 +183,7 @@ def measure(build: Factory, settings: Settings, watch: gpustate.Observer) -> dic
         "build_s": build_s,
         "compile_s": compile_s,
         "first_call_s": first_call_s,
+        "about": dict(first.about),
         "checked": all(load.check is not None for load in loads),
     }
 

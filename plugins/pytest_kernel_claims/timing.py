@@ -312,6 +312,9 @@ def _extra_info(record: Mapping[str, Any], counted: Sequence[figures.Process]) -
             for name, value in record["medians_us"].items()
             if name != record["subject"]
         },
+        "about": {
+            name: each[0]["about"] for name, each in record["implementations"].items() if each
+        },
         "first_call_s": [process["first_call_s"] for process in counted],
         "compile_s": [process["compile_s"] for process in counted],
         "clock_sm_mhz": [state["sm_mhz"] for state in loaded],
