@@ -158,7 +158,7 @@ def test_sglang_prefill(gpu: torch.device) -> None:
 @pytest.mark.parametrize("tokens", [2, 4, 8])
 def test_sglang_verify_and_commit(tokens: int, gpu: torch.device) -> None:
     inputs = problem(gpu, tokens, batch=3, heads=4)
-    generator = torch.Generator(device).manual_seed(5)
+    generator = torch.Generator(gpu).manual_seed(5)
     initial = torch.randn(3, 4, 128, 128, generator=generator, device=gpu)
     pool = initial.mT.contiguous()
     o, caches = sglang.verify(inputs.q, inputs.k, inputs.v, pool, inputs.decay, 1.0)()
