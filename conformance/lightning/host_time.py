@@ -31,7 +31,11 @@ def main() -> None:
     """One chunk of one head: its kernel is shorter than the call, so the host is what is timed."""
     device = torch.device("cuda", torch.cuda.current_device())
     inputs = problem(device, 64)
-    arguments, out, one = inputs.arguments, torch.empty_like(inputs.v), torch.zeros(1, device=device)
+    arguments, out, one = (
+        inputs.arguments,
+        torch.empty_like(inputs.v),
+        torch.zeros(1, device=device),
+    )
     figures = {
         "lightning_attn_fwd": microseconds(lambda: linattn.lightning_attn_fwd(*arguments, out=out)),
         "torch.add": microseconds(lambda: torch.add(one, one, out=one)),

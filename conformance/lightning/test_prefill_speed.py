@@ -43,7 +43,9 @@ def test_prefill_time(row: Row, h200: torch.device, cuda_benchmark: Any) -> None
 def test_host_time(measured: Any) -> None:
     """In a fresh process: torch.compile, once used, slows every Python call of its process."""
     script = Path(__file__).with_name("host_time.py")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     measured("us", found["lightning_attn_fwd"], 10.0)
