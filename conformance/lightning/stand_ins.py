@@ -13,7 +13,7 @@ import torch
 from linattn.host import validate
 from linattn.host.arch import Arch
 from linattn.host.launch import Launcher
-from linattn.host.signature import SIGNATURES, Kind
+from linattn.host.signature import SIGNATURES
 from linattn.reference import lightning_recurrent
 
 HEAD_DIM = 128
@@ -67,7 +67,7 @@ class CheckingLauncher(ReferenceLauncher):
     def function(self, operator: str, arch: Arch, config: Any) -> Callable[..., Any]:
         launch = super().function(operator, arch, config)
         signature = SIGNATURES[operator]
-        names = [spec.name for spec in signature.tensors if spec.kind is not Kind.STATE]
+        names = [spec.name for spec in signature.tensors if not spec.by_address]
 
         def checked(*arguments: Any) -> None:
             tensors = dict(zip(names, arguments))

@@ -31,6 +31,10 @@ class Variable:
     parse: Callable[[str], Any]
 
 
+def _flag(text: str) -> bool:
+    return text.strip().lower() not in ("0", "false", "off", "no")
+
+
 def _path(text: str) -> Path:
     return Path(text).expanduser().absolute()
 
@@ -43,6 +47,12 @@ VARIABLES: dict[str, Variable] = {
             "folder that holds compiled kernels; several processes may share it",
             "~/.cache/linattn",
             _path,
+        ),
+        Variable(
+            "LINATTN_CHECKED",
+            "1: calls read offsets, indices and slopes on the host and refuse bad contents",
+            "0",
+            _flag,
         ),
     )
 }
@@ -60,6 +70,12 @@ def cache_dir() -> Path:
     """Root folder of the kernel cache."""
     path: Path = read("LINATTN_CACHE_DIR")
     return path
+
+
+def checked() -> bool:
+    """Whether the environment asks for checked mode."""
+    on: bool = read("LINATTN_CHECKED")
+    return on
 
 
 def reset() -> None:
