@@ -122,6 +122,20 @@ def test_each_part_of_the_key_has_an_entry_of_its_own(
 
 
 @KEY
+def test_source_lines_have_an_entry_of_their_own(
+    root: Path, builder: StubBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run under a sanitizer asks for source lines; its machine code is no one else's."""
+    paths = set()
+    for value in ("", "0", "1", "True", "off"):
+        monkeypatch.setenv("CUTE_DSL_LINEINFO", value)
+        env.reset()
+        cache.reset()
+        paths.add(get().path)
+    assert len(paths) == len(builder.builds) == 2
+
+
+@KEY
 def test_the_sources_are_those_of_the_kernel_and_of_what_it_imports(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

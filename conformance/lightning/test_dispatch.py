@@ -120,8 +120,13 @@ def test_explain_is_what_a_call_does() -> None:
 @pytest.mark.parametrize(
     ("batch", "heads", "rows", "ctas"),
     [
-        *((1, 1, 64, 2), (1, 64, 64, 128), (1, 66, 64, 132), (1, 67, 128, 67), (2, 64, 128, 128)),
-        *((3, 64, 128, 132), (600, 8, 128, 132)),
+        (1, 1, 64, 2),
+        (1, 64, 64, 128),
+        (1, 66, 64, 132),
+        (1, 67, 128, 67),
+        (2, 64, 128, 128),
+        (3, 64, 128, 132),
+        (600, 8, 128, 132),
     ],
 )
 def test_two_ctas_share_a_head_while_they_fit(batch: int, heads: int, rows: int, ctas: int) -> None:

@@ -9,7 +9,8 @@ Two seams:
 * ``detect`` is called through this module, so a test may replace it
   (``monkeypatch.setattr(arch, "detect", lambda: arch.Gpu("NVIDIA H200", (9, 0)))``).
 * ``pytest_kernel_claims_device`` is a hook: a plugin that can run kernels without a GPU answers
-  ``--gpu-arch=emulated`` with a ``DeviceProvider``.
+  ``--gpu-arch=emulated`` with a ``DeviceProvider``, and ``--sanitizer`` on a machine without a GPU
+  with a ``CheckingProvider``.
 """
 
 from __future__ import annotations
@@ -81,6 +82,32 @@ class DeviceProvider(Protocol):
         """For one test: make kernels of ``capability`` runnable, give the tensors' device."""
 
 
+class CheckingProvider(DeviceProvider, Protocol):
+    """A provider whose checks serve ``--sanitizer=TOOL``.
+
+    The provider reads the tool from ``config.getoption("sanitizer")`` (None: not asked for) and
+    turns its checks on. A fault is an exception with the full report as its text, raised from the
+    launch that has it or at the latest when the context manager of ``open`` is left.
+    """
+
+    @property
+    def checks(self) -> tuple[str, ...]:
+        """Tools of compute-sanitizer whose faults it finds."""
+
+    def canary(self, tool: str) -> str:
+        """Run a kernel that has the planted fault of ``tool``, with the checks of a test.
+
+        Returns the report, or "" when nothing was found. Does not raise for the fault.
+        """
+
+
+@pytest.hookspec
+def pytest_kernel_claims_child_options(config: pytest.Config) -> list[str] | None:
+    """Return pytest options that a child which runs one test again needs, such as a project's own
+    ``--problem=...``. Selections and reports stay with the parent.
+    Implementations outside this package are declared with ``optionalhook=True``."""
+
+
 @pytest.hookspec(firstresult=True)
 def pytest_kernel_claims_device(config: pytest.Config, arch: str | None) -> DeviceProvider | None:
     """Return a provider for ``--gpu-arch=emulated`` (``arch`` None: whatever a test needs) or
@@ -122,6 +149,7 @@ class Machine:
 
 
 _MACHINE = pytest.StashKey[Machine]()
+_OPENED = pytest.StashKey[bool]()
 
 
 def detect() -> Gpu | None:
@@ -179,7 +207,11 @@ def configure(config: pytest.Config) -> None:
     if wanted == "none":
         _hide_gpus(config)
     elif wanted in EMULATED:
-        config.stash[_MACHINE] = Machine(provider=_provider(config, wanted))
+        if emulate(config, EMULATED[wanted]) is None:
+            raise pytest.UsageError(
+                f"--gpu-arch={wanted} needs an emulator, and no installed plugin provides one "
+                "(hook pytest_kernel_claims_device)"
+            )
     elif wanted in FAMILIES and machine(config).choose((wanted,)) is None:
         listed = " or ".join(f"{major}.{minor}" for major, minor in FAMILIES[wanted])
         raise pytest.UsageError(
@@ -201,15 +233,13 @@ def _hide_gpus(config: pytest.Config) -> None:
     config.add_cleanup(restore)
 
 
-def _provider(config: pytest.Config, wanted: str) -> DeviceProvider:
+def emulate(config: pytest.Config, family: str | None = None) -> DeviceProvider | None:
+    """Let tests run on an installed provider (of one family); None when there is none."""
     provider: DeviceProvider | None = config.hook.pytest_kernel_claims_device(
-        config=config, arch=EMULATED[wanted]
+        config=config, arch=family
     )
-    if provider is None:
-        raise pytest.UsageError(
-            f"--gpu-arch={wanted} needs an emulator, and no installed plugin provides one "
-            "(hook pytest_kernel_claims_device)"
-        )
+    if provider is not None:
+        config.stash[_MACHINE] = Machine(provider=provider)
     return provider
 
 
@@ -239,6 +269,7 @@ def open_device(item: pytest.Item) -> Iterator[torch.device]:
     capability = here.choose(needs(item))
     if capability is None:
         pytest.skip(f"needs a GPU; {here}")
+    item.stash[_OPENED] = True
     if here.provider is not None:
         with here.provider.open(item, capability) as device:
             yield device
@@ -246,3 +277,8 @@ def open_device(item: pytest.Item) -> Iterator[torch.device]:
         import torch
 
         yield torch.device("cuda", here.gpu.index)
+
+
+def opened(item: pytest.Item) -> bool:
+    """Whether the test has asked for its device."""
+    return item.stash.get(_OPENED, False)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator
+import os
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from pytest_kernel_claims.codegen import Codegen
     from pytest_kernel_claims.compare import BitwiseCheck, NumericCheck, Poison
+    from pytest_kernel_claims.hostsync import GraphSafe, NoHostSync
 
 KINDS = {
     "bitwise": "results are equal bit for bit",
@@ -34,14 +35,23 @@ MARKERS = {
     },
     arch.ANY_GPU: "gpu: needs a GPU (or its emulation), whatever its compute capability",
     **{name: f"{name}: kind of claim: {what}" for name, what in KINDS.items()},
+    "no_host_sync": "no_host_sync(level=None): kind of claim: the host path reads no device value "
+    "and never waits; audits the whole test unless it uses the fixture no_host_sync",
     "claim": "claim(id, text): a published statement that this test verifies; may be repeated",
-    "sanitize": "sanitize(*tools): names the compute-sanitizer tools (all, when empty) that this "
-    "test is meant to be run under; by itself only a tag",
+    "sanitize": "sanitize(*tools): run under --sanitizer with one of these tools of "
+    "compute-sanitizer (all, when empty)",
     "timing": "timing(processes=, warmup=, iterations=, escalate=): protocol by which a perf test "
     "is meant to be measured; by itself only a tag",
     "ratio_set": "ratio_set(name, rows=, worst=, geomean=): the set of rows that a perf test's "
     "ratio belongs to and the limits of that set; by itself only a tag",
 }
+
+SANITIZERS = ("memcheck", "synccheck", "racecheck", "initcheck")
+
+CHILD = "PYTEST_KERNEL_CLAIMS_CHILD"
+"""Environment variable of ``child``, which is imported only where it is set."""
+
+_IS_CHILD = pytest.StashKey[bool]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,7 +71,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FILE",
         help="fail unless every claim listed in FILE (an id a line, # comments) is verified",
     )
-    group.addoption("--sanitizer", help=argparse.SUPPRESS)
+    group.addoption(
+        "--sanitizer",
+        choices=SANITIZERS,
+        help="run the tests marked 'sanitize' for this tool, and no other, each in a child under "
+        "compute-sanitizer; without a GPU, on an emulator that has such checks",
+    )
+    group.addoption(
+        "--sanitizer-bin", metavar="PATH", help="compute-sanitizer to use instead of the one found"
+    )
+    group.addoption(
+        "--sanitizer-timeout",
+        metavar="SECONDS",
+        type=float,
+        default=300.0,
+        help="time limit of a test under --sanitizer (default: %(default)g)",
+    )
+    group.addoption(
+        "--sync-audit",
+        choices=("dispatch", "deep"),
+        default="dispatch",
+        help="'deep' adds a profiler window to every no_host_sync audit on a GPU",
+    )
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
@@ -71,14 +102,23 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     _register_markers(config)
-    if config.getoption("sanitizer") is not None:
-        raise pytest.UsageError(
-            "--sanitizer: the sanitizer room of pytest_kernel_claims is not built; "
-            "nothing would be checked, so nothing is run"
-        )
+    if CHILD in os.environ:
+        from pytest_kernel_claims import child
+
+        child.configure(config)
+        config.stash[_IS_CHILD] = True
     arch.configure(config)
-    if not hasattr(config, "workerinput"):
+    if config.getoption("sanitizer") is not None:
+        from pytest_kernel_claims import sanitizer
+
+        sanitizer.configure(config)
+    if not hasattr(config, "workerinput") and not _is_child(config):
         config.pluginmanager.register(claims.Collector(config), "kernel_claims_collector")
+
+
+def _is_child(config: pytest.Config) -> bool:
+    """Whether this pytest re-runs tests for another one, which has their claims."""
+    return config.stash.get(_IS_CHILD, False)
 
 
 def _register_markers(config: pytest.Config) -> None:
@@ -101,6 +141,8 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    if _is_child(session.config):
+        return
     try:
         claims.attach(session.items, KINDS)
     except pytest.UsageError as error:
@@ -116,6 +158,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if reason is not None:
         # A mark, not pytest.skip(): pytest then reports the test's own location.
         item.add_marker(pytest.mark.skip(reason=reason), append=False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """A test marked ``no_host_sync`` that opens no audit of its own is audited as a whole."""
+    marked = next(arch.marks(item, "no_host_sync"), None) is not None
+    if not marked or "no_host_sync" in getattr(item, "fixturenames", ()):
+        return (yield)
+    from pytest_kernel_claims import hostsync
+
+    with hostsync.NoHostSync(item)():
+        return (yield)
 
 
 @pytest.fixture
@@ -156,6 +210,32 @@ def poison() -> Iterator[Poison]:
     poisoned = compare.Poison()
     yield poisoned
     poisoned.check()
+
+
+@pytest.fixture
+def no_host_sync(request: pytest.FixtureRequest) -> NoHostSync:
+    """``with no_host_sync() as audit:`` fails when the block waits for the device or reads from
+    it; see ``hostsync.NoHostSync``."""
+    from pytest_kernel_claims import hostsync
+
+    return hostsync.NoHostSync(request.node)
+
+
+@pytest.fixture
+def graph_safe(request: pytest.FixtureRequest) -> GraphSafe:
+    """``graph_safe(call, inputs=None)``: captured and replayed, ``call`` gives the bits of an
+    eager call; see ``hostsync.GraphSafe``."""
+    from pytest_kernel_claims import hostsync
+
+    return hostsync.GraphSafe(request.node)
+
+
+@pytest.fixture
+def under_sanitizer(request: pytest.FixtureRequest) -> str | None:
+    """Tool that checks this test (``"memcheck"``, ...), or None: shrink the problem under one."""
+    from pytest_kernel_claims import sanitizer
+
+    return sanitizer.active(request.config)
 
 
 @pytest.fixture

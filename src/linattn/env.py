@@ -54,6 +54,12 @@ VARIABLES: dict[str, Variable] = {
             "0",
             _flag,
         ),
+        Variable(
+            "CUTE_DSL_LINEINFO",
+            "the compiler's own: machine code that names source lines, which is other machine code",
+            "0",
+            _flag,
+        ),
     )
 }
 """The table, by name."""
@@ -75,6 +81,12 @@ def cache_dir() -> Path:
 def checked() -> bool:
     """Whether the environment asks for checked mode."""
     on: bool = read("LINATTN_CHECKED")
+    return on
+
+
+def line_info() -> bool:
+    """Whether kernels are compiled with source lines."""
+    on: bool = read("CUTE_DSL_LINEINFO")
     return on
 
 

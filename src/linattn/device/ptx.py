@@ -4,7 +4,7 @@ Each wrapper exists because the operation must be exactly that instruction: the 
 contract or reorder ordinary float expressions, and a bitwise contract cannot depend on that.
 """
 
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32, Int64, cute
 
 
 def fma_rn(a: Float32, b: Float32, c: Float32) -> Float32:
@@ -41,4 +41,11 @@ def float_of(bits: Int32) -> Float32:
     """The float with this bit pattern."""
     return cute.arch.inline_ptx(
         "mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits]
+    )
+
+
+def prefetch_l2(address: Int64, size: int) -> None:
+    """Ask for ``size`` bytes of global memory, a multiple of 16 at an aligned address, in L2."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[address, Int32(size)]
     )

@@ -58,7 +58,7 @@ class CacheKey:
         config: ``repr`` of the frozen configuration.
         config_name: its short name, for people.
         sources: digest of the kernel's own sources and of what they import from this package.
-        toolchain: versions of the packages that compile and load.
+        toolchain: versions of the packages that compile and load, and whether source lines are on.
         host: instruction set of this machine, because the object holds host code compiled for it.
         format: layout of the entry.
     """
@@ -177,7 +177,7 @@ def key(operator: str, target: str, config: Any) -> CacheKey:
         config=repr(config),
         config_name=config.name(),
         sources=_sources(operator),
-        toolchain=_toolchain(),
+        toolchain=_toolchain() + (", line info" if env.line_info() else ""),
         host=_host(),
     )
 

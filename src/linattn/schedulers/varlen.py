@@ -35,6 +35,10 @@ class Batch(NamedTuple):
     has_initial: Int64
     pool: Int32
 
+    def units(self, splits: int) -> Int32:
+        """Units of work: ``splits`` for each value head of each sequence."""
+        return self.sequences * self.value_heads * splits
+
 
 class Unit(NamedTuple):
     """One unit of work. ``plane`` is its position in the batch mode of q, k, v and o."""

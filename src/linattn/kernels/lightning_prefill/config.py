@@ -20,6 +20,9 @@ TILE = 64
 RANKED = 1024
 """Sequences that a CTA can order longest first."""
 
+PLANNED = 2048
+"""Units of all CTAs up to which a few unequal sequences are balanced."""
+
 SMEM_LIMIT = 232_448
 """Bytes of shared memory that one Hopper CTA can ask for."""
 
@@ -91,8 +94,8 @@ class LightningPrefillConfig:
         tiles += 2 * CHUNK * (self.scores * CHUNK + self.outputs * self.rows)
         decay = 4 * (CHUNK + 1) * (1 + self.groups)
         weights = 4 * 2 * CHUNK * self.groups
-        order = 4 * 5 * RANKED
-        barriers = 2 * 8 * (self.stages + self.scores + self.outputs)
+        order = 4 * (5 * RANKED + PLANNED + 1)
+        barriers = 2 * 8 * (self.stages + self.scores + self.outputs + 1)
         return -(-(tiles + decay + weights + order + barriers) // 1024) * 1024
 
 

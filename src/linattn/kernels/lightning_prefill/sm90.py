@@ -26,6 +26,7 @@ registers, transposed to [V, K], and a warpgroup owns 64 of its rows.
 | ----- | ------------ | ------------------------------------------------------------------------ |
 | LOAD  | 0            | TMA loads of Q, K and V into a ring                                      |
 | STORE | 1            | TMA stores of finished output tiles                                      |
+| PLAN  | 2            | the CTA's share of a few unequal sequences (``schedulers/balanced.py``)  |
 | SCORE | 4-7          | P = masked, decayed Q K^T in bf16, ahead of the state                    |
 | STATE | 8-11 (8-15)  | inter and intra products, the state, the output tile                     |
 
@@ -41,6 +42,7 @@ registers, transposed to [V, K], and a warpgroup owns 64 of its rows.
 | inputs  | config.stages  | 1 arrival by LOAD and a stage's bytes | 1 by each SCORE, STATE warp  |
 | scores  | config.scores  | 4 arrivals by SCORE                   | 1 by each STATE warp         |
 | outputs | config.outputs | 1 arrival by each STATE warp          | 1 by STORE                   |
+| plans   | 1              | 1 arrival by PLAN, once               | never                        |
 
 Budget: 24 WGMMA, no stack, no local memory; shared memory as ``config.smem_bytes()`` says.
 
@@ -62,19 +64,20 @@ import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
-from linattn.device import tma, wgmma
+from linattn.device import ptx, tma, wgmma
 from linattn.device.compat import AddressSpace, SmemAllocator
 from linattn.device.decay import decay_factor
 from linattn.device.pipelines import Ring, init_rings
 from linattn.kernels.lightning_prefill.config import (
     CHUNK,
     HEAD_DIM,
+    PLANNED,
     RANKED,
     TILE,
     WARPGROUP,
     LightningPrefillConfig,
 )
-from linattn.schedulers import varlen
+from linattn.schedulers import balanced, persistent, varlen
 
 WARPS = WARPGROUP // 32
 
@@ -84,6 +87,7 @@ class Role(IntEnum):
 
     LOAD = 0
     STORE = 1
+    PLAN = 2
     SCORE = 4
     STATE = 8
 
@@ -218,30 +222,39 @@ class LightningPrefillSm90:
         sWeight = smem.allocate_tensor(Float32, cute.make_layout((2 * CHUNK, groups)), 4)
         sSpan = smem.allocate_tensor(Int32, cute.make_layout((2, RANKED)), 4)
         sOrder = smem.allocate_tensor(Int32, cute.make_layout((3, RANKED)), 4)
+        sPlan = smem.allocate_tensor(Int32, cute.make_layout(PLANNED + 1), 4)
         state_warps = WARPS * groups
         inputs = Ring(smem, config.stages, 1, WARPS + state_warps, config.stage_bytes())
         scores = Ring(smem, config.scores, WARPS, state_warps)
         outputs = Ring(smem, config.outputs, state_warps, 1)
-        init_rings((inputs, scores, outputs), warp_index)
+        plans = Ring(smem, 1, 1, 1)
+        init_rings((inputs, scores, outputs, plans), warp_index)
 
         # Everything above overlaps the tail of the kernel before; memory is read from here on.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        units = batch.sequences * batch.value_heads * config.splits
-        ranked = Int32(0)
-        if batch.cu_seqlens != 0 and batch.sequences <= RANKED and batch.sequences > 1:
+        ctas, _, _ = cute.arch.grid_dim()
+        units = batch.units(config.splits)
+        ranked, planned = Int32(0), Int32(0)
+        if batch.cu_seqlens != 0 and batch.sequences <= RANKED and ctas < units:
             ranked = Int32(1)
+            if batch.sequences <= balanced.MAX_SEQUENCES and units <= PLANNED:
+                planned = Int32(1)
             varlen.rank(batch, sSpan, sOrder)
         else:
             cute.arch.sync_threads()
-        work = (batch, units, ranked, sOrder)
+        work = persistent.Work(batch, units, ranked, planned, sOrder, sPlan, plans)
 
         if warp_index < Role.SCORE:
             cute.arch.setmaxregister_decrease(config.registers[0])
             if warp_index == Role.LOAD:
-                self.load(inputs, work, atoms, tensors, (sQ, sK, sV))
+                self.load(inputs, work, atoms, tensors, (sQ, sK, sV), states[0])
             elif warp_index == Role.STORE:
                 self.store(outputs, work, atoms[3], mO, sO)
+            elif warp_index == Role.PLAN and planned != 0:
+                per_sequence = batch.value_heads * config.splits
+                balanced.plan(batch.sequences, per_sequence, ctas, CHUNK, sOrder, sPlan)
+                plans.publish(0)
         elif warp_index < Role.STATE:
             cute.arch.setmaxregister_decrease(config.registers[1])
             self.score(inputs, scores, work, decay, mmas[0], (sQ, sK, sP, sDecay))
@@ -251,17 +264,17 @@ class LightningPrefillSm90:
             self.state((inputs, scores, outputs), work, decay, mmas, shared, states, scale)
 
     @cute.jit
-    def load(self, inputs, work, atoms, tensors, shared):
-        """LOAD: bring the tiles of every chunk."""
-        batch, units, ranked, sOrder = work
+    def load(self, inputs, work, atoms, tensors, shared, initial):
+        """LOAD: bring the tiles of every chunk, and a unit's initial state towards L2."""
+        batch = work.batch
         mQ, mK, mV, _ = tensors
         sQ, sK, sV = shared
         group_heads = batch.value_heads // mQ.shape[2]
-        first, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        step = Int32(0)
-        for index in cutlass.range(first, units, ctas, unroll=1):
-            unit = varlen.unit(index, batch, ranked, sOrder, self.config.splits)
+        index, _, _ = cute.arch.block_idx()
+        done, step = Int32(0), Int32(0)
+        while index < work.units:
+            unit = varlen.unit(index, batch, work.ranked, work.order, self.config.splits)
+            self.prefetch_state(initial, batch, unit)
             qk_head = unit.head // group_heads
             gQ = cute.domain_offset((unit.start, 0), mQ[None, None, qk_head, unit.plane])
             gK = cute.domain_offset((unit.start, 0), mK[None, None, qk_head, unit.plane])
@@ -280,16 +293,27 @@ class LightningPrefillSm90:
                     target = tVs[None, stage * self.groups + group]
                     cute.copy(atoms[2], source, target, tma_bar_ptr=full)
                 step += 1
+            done += 1
+            index = persistent.following(index, done, work)
+
+    @cute.jit
+    def prefetch_state(self, initial, batch, unit):
+        """Start an initial state on its way: STATE reads it some chunks later."""
+        if initial[0] != 0:
+            slot = varlen.slot(batch, unit.sequence)
+            if slot.known:
+                start = self.state_address(initial, slot, unit.head, unit.rows * self.groups)
+                with cute.arch.elect_one():
+                    ptx.prefetch_l2(start, self.config.rows * HEAD_DIM * 4)
 
     @cute.jit
     def store(self, outputs, work, atom, mO, sO):
         """STORE: write finished tiles; what lies behind a sequence's end is dropped."""
-        batch, units, ranked, sOrder = work
-        first, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        step = Int32(0)
-        for index in cutlass.range(first, units, ctas, unroll=1):
-            unit = varlen.unit(index, batch, ranked, sOrder, self.config.splits)
+        batch = work.batch
+        index, _, _ = cute.arch.block_idx()
+        done, step = Int32(0), Int32(0)
+        while index < work.units:
+            unit = varlen.unit(index, batch, work.ranked, work.order, self.config.splits)
             gO = mO[None, None, unit.start + unit.length, unit.head, unit.plane]
             gO = cute.domain_offset((0, batch.tokens - unit.length), gO)
             tOs, tOg = tma.tiles(atom, sO, gO, self.v_tiler, (None, None))
@@ -304,11 +328,13 @@ class LightningPrefillSm90:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                 outputs.release(step)
                 step += 1
+            done += 1
+            index = persistent.following(index, done, work)
 
     @cute.jit
     def score(self, inputs, scores, work, decay, mma, shared):
         """SCORE: P of every chunk, up to ``config.scores`` chunks ahead of the state."""
-        batch, units, ranked, sOrder = work
+        batch = work.batch
         sQ, sK, sP, sDecay = shared
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         part = mma.get_slice(thread)
@@ -317,11 +343,10 @@ class LightningPrefillSm90:
         accP = wgmma.accumulator(part, (CHUNK, CHUNK))
         store_p = self.tile_store(mma, thread, sP, False)
         factors = cute.make_rmem_tensor(cute.make_layout((2, 9)), Float32)
-        first, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        step = Int32(0)
-        for index in cutlass.range(first, units, ctas, unroll=1):
-            unit = varlen.unit(index, batch, ranked, sOrder, self.config.splits)
+        index, _, _ = cute.arch.block_idx()
+        done, step = Int32(0), Int32(0)
+        while index < work.units:
+            unit = varlen.unit(index, batch, work.ranked, work.order, self.config.splits)
             slope = decay[unit.head // (batch.value_heads // decay.shape[0])]
             self.score_factors(slope, thread, sDecay, factors)
             for chunk in cutlass.range(cute.ceil_div(unit.length, CHUNK), unroll=1):
@@ -338,6 +363,8 @@ class LightningPrefillSm90:
                 self.emit_score(accP, factors, thread, store_p, scores.stage(step))
                 scores.publish(step)
                 step += 1
+            done += 1
+            index = persistent.following(index, done, work)
 
     @cute.jit
     def state(self, rings, work, decay, mmas, shared, states, scale):
@@ -346,7 +373,7 @@ class LightningPrefillSm90:
         ptxas serialises all WGMMA of a kernel that writes an accumulator while another is in flight
         (advisory C7515), so both decays happen with nothing outstanding.
         """
-        batch, units, ranked, sOrder = work
+        batch = work.batch
         inputs, scores, outputs = rings
         sQ, sKt, sV, sP, sO, sDecay, sWeight = shared
         thread = cute.arch.thread_idx()[0] % WARPGROUP
@@ -366,11 +393,10 @@ class LightningPrefillSm90:
         store_o = self.tile_store(out_mma, thread, sO, True)
         factors = cute.make_rmem_tensor(cute.make_layout((2, 8)), Float32)
         tables = (sDecay[None, 1 + group], sWeight[None, group])
-        first, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        step = Int32(0)
-        for index in cutlass.range(first, units, ctas, unroll=1):
-            unit = varlen.unit(index, batch, ranked, sOrder, self.config.splits)
+        index, _, _ = cute.arch.block_idx()
+        done, step = Int32(0), Int32(0)
+        while index < work.units:
+            unit = varlen.unit(index, batch, work.ranked, work.order, self.config.splits)
             slot = varlen.slot(batch, unit.sequence)
             tile = unit.rows * self.groups + group
             slope = decay[unit.head // (batch.value_heads // decay.shape[0])]
@@ -402,6 +428,8 @@ class LightningPrefillSm90:
                 inputs.release(step)
                 step += 1
             self.write_state(states[1], slot, unit.head, tile, carry_thr, accS)
+            done += 1
+            index = persistent.following(index, done, work)
 
     def transposed_load(self, mma, thread, sV, rV):
         """ldmatrix of a V tile, stored [j, v], as the A operand V^T."""
@@ -462,11 +490,15 @@ class LightningPrefillSm90:
             for n in cutlass.range_constexpr(8):
                 factors[p, n] = sDecay[column + 8 * n + p + 1]
 
-    def state_tile(self, state, slot, head, tile) -> cute.Tensor:
-        """64 rows of one state in memory; the offset is 64-bit, in elements."""
+    def state_address(self, state, slot, head, tile) -> Int64:
+        """Address of 64 rows of one state; the offset is 64-bit."""
         address, stride_b, stride_h = state
         offset = Int64(slot.index) * stride_b + Int64(head) * stride_h
-        start = address + (offset + Int64(tile) * (TILE * HEAD_DIM)) * 4
+        return address + (offset + Int64(tile) * (TILE * HEAD_DIM)) * 4
+
+    def state_tile(self, state, slot, head, tile) -> cute.Tensor:
+        """64 rows of one state in memory."""
+        start = self.state_address(state, slot, head, tile)
         pointer = cute.make_ptr(Float32, start, AddressSpace.gmem, assumed_align=16)
         return cute.make_tensor(pointer, cute.make_layout((TILE, HEAD_DIM), stride=(HEAD_DIM, 1)))
 

@@ -1,0 +1,35 @@
+"""Walk of a CTA over its units: strided, or as planned."""
+
+from typing import NamedTuple
+
+from cutlass import Int32, cute
+
+from linattn.device.pipelines import Ring
+from linattn.schedulers.varlen import Batch
+
+
+class Work(NamedTuple):
+    """What every role of a CTA knows of the launch.
+
+    ranked: 1 where ``order`` says which sequence a unit belongs to, else 0.
+    planned: 1 where ``plan`` holds this CTA's units from the second on, once ``plans`` says so.
+    """
+
+    batch: Batch
+    units: Int32
+    ranked: Int32
+    planned: Int32
+    order: cute.Tensor
+    plan: cute.Tensor
+    plans: Ring
+
+
+@cute.jit
+def following(index: Int32, done: Int32, work: Work) -> Int32:
+    """Unit after ``index``, the ``done``-th of this CTA; at least ``units`` when there is none."""
+    ctas, _, _ = cute.arch.grid_dim()
+    index += ctas
+    if work.planned != 0:
+        work.plans.wait(0)
+        index = work.plan[done]
+    return index
