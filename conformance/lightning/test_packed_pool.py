@@ -173,7 +173,7 @@ def test_continuation(
 
 @CONTINUED
 def test_smoke_continuation(device: torch.device, assert_bitwise: Any) -> None:
-    """One call leaves its state in the pool, the next goes on there; the fixed form is the whole."""
+    """One call leaves its state in the pool, the next goes on there; both are the fixed form."""
     whole = packed(device, (100,), states=False)
     want, state = alone(whole.q, whole.k, whole.v, whole.decay, 1.0, None)
     pool = torch.full((3, 1, 128, 128), torch.nan, device=device)

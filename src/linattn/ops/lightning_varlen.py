@@ -255,32 +255,34 @@ def _launch(
     flags_at = 0 if has_initial is None else has_initial.data_ptr()
     if (cu_at | slots_at) & _NUMBER_MASK:
         _refuse_misaligned(cu_seqlens, slots)
-    for written, span in ((state_pool, plan.state_span), (out, plan.out_span)):
-        if written is not None and span:
-            at = written.data_ptr()
-            end = at + span
-            if (
-                (cu_at < end and at < cu_at + plan.cu_span)
-                or (slots_at < end and at < slots_at + plan.slots_span)
-                or (flags_at < end and at < flags_at + plan.flags_span)
-            ):
-                name = "o" if written is out else "initial_state"
-                indices = _indices(cu_seqlens, slots, has_initial)
-                lightning.refuse_overlap(plan, name, written, indices)
     if state_pool is None:
         state = empty(plan.state_shape, STATE, plan.device)
     else:
         state, at = state_pool, state_pool.data_ptr()
         end, q_at, k_at, v_at = at + plan.state_span, q.data_ptr(), k.data_ptr(), v.data_ptr()
         decay_at = decay.data_ptr()
-        if (
+        if at and (
             (q_at < end and at < q_at + plan.q_span)
             or (k_at < end and at < k_at + plan.k_span)
             or (v_at < end and at < v_at + plan.v_span)
             or (decay_at < end and at < decay_at + plan.decay_span)
+            or (cu_at < end and at < cu_at + plan.cu_span)
+            or (slots_at < end and at < slots_at + plan.slots_span)
+            or (flags_at < end and at < flags_at + plan.flags_span)
         ):
             inputs = {"q": q, "k": k, "v": v, "decay": decay}
+            inputs |= _indices(cu_seqlens, slots, has_initial)
             lightning.refuse_overlap(plan, "initial_state", state, inputs)
+    if out is not None:
+        at = out.data_ptr()
+        end = at + plan.out_span
+        if at and (
+            (cu_at < end and at < cu_at + plan.cu_span)
+            or (slots_at < end and at < slots_at + plan.slots_span)
+            or (flags_at < end and at < flags_at + plan.flags_span)
+        ):
+            indices = _indices(cu_seqlens, slots, has_initial)
+            lightning.refuse_overlap(plan, "o", out, indices)
     if checked.active:
         checked.readable(NAME, launcher)
         checked.offsets(_NUMBERS.label, cu_seqlens, plan.out_shape[1])
