@@ -27,8 +27,7 @@ _VIEWS: tuple[TensorSpec, ...] = tuple(LIGHTNING_FIXED[name] for name in "qkvo")
 NOT_PACKED = (0, 0, 0, 0, 0)
 """Arguments of a launch for ``cu_seqlens``, slots and ``has_initial`` that are absent."""
 
-_ALIGNMENT_MASK = OUT.alignment - 1
-_MAX_KNOWN_GAPS = 256
+_MAX_KNOWN = 256
 
 
 def lightning_attn_fwd(
@@ -106,36 +105,35 @@ class CallPlan:
     """What one combination of shapes, strides, dtypes and devices needs at every call.
 
     Attributes:
+        updates_states: whether the initial state is also where the final one is written.
         name: the public function.
         signature: of the public function.
         function: the compiled function; None where nothing is launched.
         device: device of every tensor.
         out_shape, state_shape: shapes of the results.
-        q_span, k_span, v_span, decay_span, state_span, out_span: bytes from the first element of
-            each tensor to the end of its last.
+        spans: bytes from the first element of each tensor to the end of its last, by name.
         state_strides: strides over sequences and heads, in elements, of the initial state and then
             of the final one.
         packing: what a launch says of sequences: no index vectors, the batch, and the grid.
         views: strides to pass q, k, v and out under, where their own will not do; else None.
+        known: sets of addresses that were found aligned and apart.
         known_gaps: (one, another, the distance between them) of tensors found to share no byte.
     """
 
+    updates_states = False
+
     __slots__ = (
-        "decay_span",
         "device",
         "function",
-        "k_span",
+        "known",
         "known_gaps",
         "name",
         "out_shape",
-        "out_span",
         "packing",
-        "q_span",
         "signature",
+        "spans",
         "state_shape",
-        "state_span",
         "state_strides",
-        "v_span",
         "views",
     )
 
@@ -150,7 +148,6 @@ class CallPlan:
     ) -> None:
         v, state = tensors["v"], tensors.get("initial_state")
         heads = v.shape[2]
-        spans = {name: validate.span(tensor) for name, tensor in tensors.items()}
         views = [
             validate.restride(spec, tensors[spec.name]) if spec.name in tensors else None
             for spec in _VIEWS
@@ -160,16 +157,14 @@ class CallPlan:
         self.device = v.device
         self.out_shape = tuple(v.shape)
         self.state_shape = (states, heads, HEAD_DIM, HEAD_DIM)
-        self.q_span, self.k_span, self.v_span = spans["q"], spans["k"], spans["v"]
-        self.decay_span = spans["decay"]
-        self.state_span = spans.get("initial_state", 0)
-        self.out_span = spans.get("o", 0)
+        self.spans = {name: validate.span(tensor) for name, tensor in tensors.items()}
         self.state_strides = (
             *((0, 0) if state is None else (state.stride(0), state.stride(1))),
             *(heads * HEAD_DIM * HEAD_DIM, HEAD_DIM * HEAD_DIM),
         )
         self.packing = packing
         self.views = views if any(views) else None
+        self.known: set[tuple[Any, ...]] = set()
         self.known_gaps: set[tuple[str, str, int]] = set()
 
 
@@ -276,23 +271,19 @@ def issue(
     final: Tensor | None,
     packing: tuple[int, ...],
     out: Tensor | None,
+    vectors: tuple[Tensor | None, ...] = (),
 ) -> Tensor:
     """Check the addresses of a call whose plan is known, launch it, and return its output."""
     o = empty(plan.out_shape, OUT, plan.device) if out is None else out
-    o_at, q_at, k_at, v_at = o.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr()
     initial_at = 0 if initial is None else initial.data_ptr()
-    if (o_at | q_at | k_at | v_at | initial_at) & _ALIGNMENT_MASK:
-        _refuse_misaligned(plan, q, k, v, initial, o)
-    if out is not None and o_at:
-        end, decay_at = o_at + plan.out_span, decay.data_ptr()
-        if (
-            (q_at < end and o_at < q_at + plan.q_span)
-            or (k_at < end and o_at < k_at + plan.k_span)
-            or (v_at < end and o_at < v_at + plan.v_span)
-            or (initial_at < end and o_at < initial_at + plan.state_span)
-            or (decay_at < end and o_at < decay_at + plan.decay_span)
-        ):
-            refuse_overlap(plan, "o", out, present(q, k, v, decay, initial, None))
+    addresses = (
+        *(q.data_ptr(), k.data_ptr(), v.data_ptr(), decay.data_ptr(), initial_at),
+        *(0 if out is None else out.data_ptr(), packing),
+    )
+    if addresses not in plan.known:
+        named = present(q, k, v, decay, initial, out)
+        _check_addresses(plan, named | index_vectors(*vectors) if vectors else named)
+        remember(plan.known, addresses)
     if checked.active:
         checked.readable(plan.name, launcher)
         checked.slopes("decay", decay)
@@ -342,6 +333,14 @@ def present(
     if out is not None:
         tensors["o"] = out
     return tensors
+
+
+def index_vectors(
+    cu_seqlens: Tensor | None, slots: Tensor | None, has_initial: Tensor | None
+) -> dict[str, Tensor]:
+    """The index vectors that are there, by their name in the signature."""
+    named = {"cu_seqlens": cu_seqlens, "slots": slots, "has_initial": has_initial}
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 def _plan(
@@ -411,34 +410,41 @@ def _refuse_grad(
     validate.no_grad(named)
 
 
-def _refuse_misaligned(
-    plan: CallPlan,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    initial: Tensor | None,
-    o: Tensor,
-) -> None:
-    for spec, tensor in (*zip(_VIEWS, (q, k, v, o)), (plan.signature["initial_state"], initial)):
-        if tensor is not None:
+def _check_addresses(plan: CallPlan, tensors: dict[str, Tensor]) -> None:
+    """Refuse tensors that are not aligned, or of which one is written in the memory of another."""
+    places = {}
+    for name, tensor in tensors.items():
+        spec, at = plan.signature[name], tensor.data_ptr()
+        if at % spec.alignment:
             validate.aligned(spec, tensor)
+        places[name] = (at, at + plan.spans[name])
+    for name in ("o", "initial_state") if plan.updates_states else ("o",):
+        at, end = places.get(name, (0, 0))
+        for other, (its, its_end) in places.items():
+            if at and its < end and at < its_end and other != name:
+                _refuse_overlap(plan, name, other, tensors)
 
 
-def refuse_overlap(plan: CallPlan, name: str, written: Tensor, others: dict[str, Tensor]) -> None:
-    """Raise if a tensor that is written shares an element with another one.
+def _refuse_overlap(plan: CallPlan, name: str, other: str, tensors: dict[str, Tensor]) -> None:
+    """Raise if a tensor that is written shares an element with another one whose span it meets.
 
-    Distances that turned out fine are remembered. Names are those of the signature.
+    Distances that turned out fine are remembered.
     """
-    for other, tensor in others.items():
-        gap = (name, other, tensor.data_ptr() - written.data_ptr())
-        if gap in plan.known_gaps:
-            continue
-        if not validate.disjoint(written, tensor):
-            label, its = plan.signature[name].label, plan.signature[other].label
-            raise value_error(label, f"a tensor that overlaps {its}", "memory of its own")
-        if len(plan.known_gaps) >= _MAX_KNOWN_GAPS:
-            plan.known_gaps.clear()
-        plan.known_gaps.add(gap)
+    written, tensor = tensors[name], tensors[other]
+    gap = (name, other, tensor.data_ptr() - written.data_ptr())
+    if gap in plan.known_gaps:
+        return
+    if not validate.disjoint(written, tensor):
+        label, its = plan.signature[name].label, plan.signature[other].label
+        raise value_error(label, f"a tensor that overlaps {its}", "memory of its own")
+    remember(plan.known_gaps, gap)
+
+
+def remember(known: set[Any], one: Any) -> None:
+    """Add to a set, which starts afresh when it is full."""
+    if len(known) >= _MAX_KNOWN:
+        known.clear()
+    known.add(one)
 
 
 def warm(function: Callable[..., Any], device: torch.device) -> None:

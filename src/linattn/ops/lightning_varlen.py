@@ -19,8 +19,6 @@ from linattn.ops.lightning import CHUNK, HEAD_DIM, OUT, STATE, CallPlan, empty
 
 NAME = "lightning_attn_fwd_varlen"
 
-_NUMBERS = LIGHTNING_PACKED["cu_seqlens"]
-_NUMBER_MASK = _NUMBERS.alignment - 1
 _POOL = LIGHTNING_PACKED["initial_state"]
 
 
@@ -102,10 +100,12 @@ def lightning_attn_fwd_varlen(
         and (out is None or type(out) is Tensor)
         and not is_compiling()
     ):
+        # fmt: off
         return run(
-            *(q, k, v, decay, cu_seqlens, scale, state_pool, initial_state_indices),
-            *(chunk_size, persistent, has_initial_state, segments, out),
+            q, k, v, decay, cu_seqlens, scale, state_pool, initial_state_indices, chunk_size,
+            persistent, has_initial_state, segments, out,
         )
+        # fmt: on
     return _dispatched(
         *(q, k, v, decay, cu_seqlens, scale, state_pool, initial_state_indices),
         *(chunk_size, persistent, has_initial_state, segments, out),
@@ -116,11 +116,12 @@ class PackedPlan(CallPlan):
     """A ``CallPlan`` of a packed call.
 
     Attributes:
-        cu_span, slots_span, flags_span: bytes of the index vectors; 0 where absent.
-        cu_wide, slots_wide: whether they are 64-bit, as 0 or 1.
+        cu_wide, slots_wide: whether the index vectors are 64-bit, as 0 or 1.
     """
 
-    __slots__ = ("cu_span", "cu_wide", "flags_span", "slots_span", "slots_wide")
+    updates_states = True
+
+    __slots__ = ("cu_wide", "slots_wide")
 
     def __init__(
         self,
@@ -130,11 +131,8 @@ class PackedPlan(CallPlan):
         packing: tuple[int, ...],
     ) -> None:
         super().__init__(NAME, LIGHTNING_PACKED, function, tensors, states, packing)
-        cu_seqlens, slots = tensors["cu_seqlens"], tensors.get("slots")
-        self.cu_span = cu_seqlens.nbytes
-        self.slots_span = 0 if slots is None else slots.nbytes
-        self.flags_span = tensors["has_initial"].nbytes if "has_initial" in tensors else 0
-        self.cu_wide = int(cu_seqlens.dtype is torch.int64)
+        slots = tensors.get("slots")
+        self.cu_wide = int(tensors["cu_seqlens"].dtype is torch.int64)
         self.slots_wide = int(slots is not None and slots.dtype is torch.int64)
         if "initial_state" in tensors:
             self.state_strides = 2 * self.state_strides[:2]
@@ -159,7 +157,8 @@ def run(
     """``lightning_attn_fwd_varlen`` without torch's dispatcher: the path of every eager call.
 
     It works as ``lightning.run`` does, ``trusting`` included. What is passed by address is nothing
-    that a compiled function can check, so all of it is in either key.
+    that a compiled function can check, so all of it is in either key; devices by the number that
+    tells one GPU from another.
     """
     if (
         type(scale) is not float
@@ -171,13 +170,7 @@ def run(
         or type(persistent) is not bool
     ):
         scale = _scalars(scale, persistent, chunk_size, segments)
-    if is_grad_enabled() and (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (state_pool is not None and state_pool.requires_grad)
-        or (out is not None and out.requires_grad)
-    ):
+    if is_grad_enabled():
         _refuse_grad(q, k, v, state_pool, out)
     launcher = launch.current()
     trusting = (
@@ -189,44 +182,56 @@ def run(
         and decay.is_contiguous()
         and (out is None or out.is_contiguous())
     )
+    tensors = q, k, v, decay, cu_seqlens, state_pool, slots, has_initial, out
     # fmt: off
-    key: tuple[Any, ...] = (
-        NAME, persistent, out is None,
-        cu_seqlens.shape, cu_seqlens.dtype, cu_seqlens.device, cu_seqlens.is_contiguous(),
-    )
+    key: tuple[Any, ...]
     if trusting:
-        key += q.shape, v.shape, decay.shape, q.get_device()
-    else:
-        key += (
-            q.shape, q.stride(), q.dtype, q.device,
-            k.shape, k.stride(), k.dtype, k.device,
-            v.shape, v.stride(), v.dtype, v.device,
-            decay.shape, decay.stride(), decay.dtype, decay.device,
+        key = (
+            NAME, persistent, out is None, q.shape, v.shape, decay.shape, q.get_device(),
+            cu_seqlens.shape, cu_seqlens.dtype, cu_seqlens.get_device(),
+            cu_seqlens.is_contiguous(),
+            None if state_pool is None else (
+                state_pool.shape, state_pool.stride(), state_pool.dtype, state_pool.get_device()
+            ),
+            None if slots is None else (
+                slots.shape, slots.dtype, slots.get_device(), slots.is_contiguous()
+            ),
+            None if has_initial is None else (
+                has_initial.shape, has_initial.dtype, has_initial.get_device(),
+                has_initial.is_contiguous(),
+            ),
         )
-        if out is not None:
-            key += out.shape, out.stride(), out.dtype, out.device
-    if state_pool is not None:
-        key += state_pool.shape, state_pool.stride(), state_pool.dtype, state_pool.device
-    if slots is not None:
-        key += "slots", slots.shape, slots.dtype, slots.device, slots.is_contiguous()
-    if has_initial is not None:
-        flags = has_initial
-        key += "flags", flags.shape, flags.dtype, flags.device, flags.is_contiguous()
+    else:
+        key = NAME, persistent, *map(_layout, tensors)
     # fmt: on
     plan: PackedPlan | None = launcher.plans.get(key)
-    tensors = q, k, v, decay, cu_seqlens, state_pool, slots, has_initial, out
     if plan is None:
         plan = _plan(launcher, persistent, *tensors)
         launcher.remember(key, plan)
     function = plan.function
     if function is None and not trusting:
         o = empty(plan.out_shape, OUT, plan.device) if out is None else out
-        if state_pool is None:
-            state_pool = empty(plan.state_shape, STATE, plan.device)
-        return o, state_pool
+        return o, empty(plan.state_shape, STATE, plan.device) if state_pool is None else state_pool
     if function is not None:
         try:
-            return _launch(launcher, plan, function, scale, *tensors)
+            state = state_pool
+            if state is None:
+                state = empty(plan.state_shape, STATE, plan.device)
+            if checked.active:
+                _check_contents(launcher, cu_seqlens, plan.out_shape[1], slots, len(state))
+            # fmt: off
+            packing = (
+                cu_seqlens.data_ptr(), plan.cu_wide,
+                0 if slots is None else slots.data_ptr(), plan.slots_wide,
+                0 if has_initial is None else has_initial.data_ptr(),
+                *plan.packing,
+            )
+            o = lightning.issue(
+                launcher, plan, function, q, k, v, decay, scale, state_pool, state, packing, out,
+                (cu_seqlens, slots, has_initial),
+            )
+            # fmt: on
+            return o, state
         except Exception:
             if not trusting:
                 raise
@@ -234,63 +239,19 @@ def run(
     return run(q, k, v, decay, cu_seqlens, scale, state_pool, slots, *rest, trusting=False)
 
 
-def _launch(
-    launcher: launch.Launcher,
-    plan: PackedPlan,
-    function: Callable[..., Any],
-    scale: float,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    cu_seqlens: Tensor,
-    state_pool: Tensor | None,
-    slots: Tensor | None,
-    has_initial: Tensor | None,
-    out: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Check addresses, and contents in checked mode; make a pool if there is none; launch."""
-    cu_at = cu_seqlens.data_ptr()
-    slots_at = 0 if slots is None else slots.data_ptr()
-    flags_at = 0 if has_initial is None else has_initial.data_ptr()
-    if (cu_at | slots_at) & _NUMBER_MASK:
-        _refuse_misaligned(cu_seqlens, slots)
-    if state_pool is None:
-        state = empty(plan.state_shape, STATE, plan.device)
-    else:
-        state, at = state_pool, state_pool.data_ptr()
-        end, q_at, k_at, v_at = at + plan.state_span, q.data_ptr(), k.data_ptr(), v.data_ptr()
-        decay_at = decay.data_ptr()
-        if at and (
-            (q_at < end and at < q_at + plan.q_span)
-            or (k_at < end and at < k_at + plan.k_span)
-            or (v_at < end and at < v_at + plan.v_span)
-            or (decay_at < end and at < decay_at + plan.decay_span)
-            or (cu_at < end and at < cu_at + plan.cu_span)
-            or (slots_at < end and at < slots_at + plan.slots_span)
-            or (flags_at < end and at < flags_at + plan.flags_span)
-        ):
-            inputs = {"q": q, "k": k, "v": v, "decay": decay}
-            inputs |= _indices(cu_seqlens, slots, has_initial)
-            lightning.refuse_overlap(plan, "initial_state", state, inputs)
-    if out is not None:
-        at = out.data_ptr()
-        end = at + plan.out_span
-        if at and (
-            (cu_at < end and at < cu_at + plan.cu_span)
-            or (slots_at < end and at < slots_at + plan.slots_span)
-            or (flags_at < end and at < flags_at + plan.flags_span)
-        ):
-            indices = _indices(cu_seqlens, slots, has_initial)
-            lightning.refuse_overlap(plan, "o", out, indices)
-    if checked.active:
-        checked.readable(NAME, launcher)
-        checked.offsets(_NUMBERS.label, cu_seqlens, plan.out_shape[1])
-        if slots is not None:
-            checked.indices(LIGHTNING_PACKED["slots"].label, slots, state.shape[0])
-    vectors = cu_at, plan.cu_wide, slots_at, plan.slots_wide, flags_at
-    tensors = q, k, v, decay, scale, state_pool, state, (*vectors, *plan.packing)
-    return lightning.issue(launcher, plan, function, *tensors, out), state
+def _layout(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    """What validation depends on of a tensor."""
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def _check_contents(
+    launcher: launch.Launcher, cu_seqlens: Tensor, tokens: int, slots: Tensor | None, pool: int
+) -> None:
+    """Checked mode, for what only packed calls have."""
+    checked.readable(NAME, launcher)
+    checked.offsets(LIGHTNING_PACKED["cu_seqlens"].label, cu_seqlens, tokens)
+    if slots is not None:
+        checked.indices(LIGHTNING_PACKED["slots"].label, slots, pool)
 
 
 def _plan(
@@ -366,15 +327,7 @@ def _present(
 ) -> dict[str, Tensor]:
     """The tensors that are there, by their name in the signature."""
     tensors = lightning.present(q, k, v, decay, state_pool, out)
-    return tensors | _indices(cu_seqlens, slots, has_initial)
-
-
-def _indices(
-    cu_seqlens: Tensor, slots: Tensor | None, has_initial: Tensor | None
-) -> dict[str, Tensor]:
-    """The index vectors that are there, by their name in the signature."""
-    named = {"cu_seqlens": cu_seqlens, "slots": slots, "has_initial": has_initial}
-    return {name: tensor for name, tensor in named.items() if tensor is not None}
+    return tensors | lightning.index_vectors(cu_seqlens, slots, has_initial)
 
 
 def _refuse_grad(
@@ -384,13 +337,16 @@ def _refuse_grad(
     state_pool: Tensor | None,
     out: Tensor | None,
 ) -> None:
-    named = (("q", q), ("k", k), ("v", v), (_POOL.label, state_pool), ("out", out))
-    validate.no_grad(named)
-
-
-def _refuse_misaligned(cu_seqlens: Tensor, slots: Tensor | None) -> None:
-    for name, tensor in _indices(cu_seqlens, slots, None).items():
-        validate.aligned(LIGHTNING_PACKED[name], tensor)
+    """Refuse tensors that require grad; call it while grad mode is on."""
+    if (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (state_pool is not None and state_pool.requires_grad)
+        or (out is not None and out.requires_grad)
+    ):
+        named = (("q", q), ("k", k), ("v", v), (_POOL.label, state_pool), ("out", out))
+        validate.no_grad(named)
 
 
 # ---------------------------------------------------------------------------------------------
