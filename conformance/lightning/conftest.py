@@ -20,3 +20,11 @@ def affordable(device: torch.device) -> Callable[[int], None]:
             pytest.skip(f"{chunks} chunk steps are too many to emulate (limit {EMULATED_CHUNKS})")
 
     return check
+
+
+@pytest.fixture
+def h200(device: torch.device) -> torch.device:
+    """The device; skips where it is not the one that limits are stated for."""
+    if device.type != "cuda" or "H200" not in torch.cuda.get_device_name(device):
+        pytest.skip("the limits are for an H200")
+    return device

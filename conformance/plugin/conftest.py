@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,3 +75,33 @@ def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Suite:
 def load_plugin() -> tuple[str, ...]:
     """Options that load the plugin in a fresh pytest without plugin discovery."""
     return LOAD
+
+
+class TimedSuite(Suite):
+    """A project on the GPU of ``fake_gpu``, whose every launch takes the time it says."""
+
+    def __init__(self, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(pytester, monkeypatch)
+        monkeypatch.setenv("PYTHONPATH", str(Path(arch.__file__).parents[1]), prepend=os.pathsep)
+        source = Path(__file__).with_name("fake_gpu.py").read_text(encoding="utf-8")
+        pytester.makepyfile(fake_gpu=source)
+        pytester.makeconftest("""
+            import fake_gpu
+
+            def pytest_configure(config):
+                fake_gpu.install(config)
+        """)
+
+    def apart(self, *args: str) -> pytest.RunResult:
+        """Run in a process of its own, whose exit code is pytest's whatever happens in it."""
+        return self.pytester.runpytest_subprocess(*LOAD, "-p", "no:cacheprovider", *args)
+
+    def plan(self, **plan: Any) -> TimedSuite:
+        """Plant: ``gpu``, ``drift``, ``states``."""
+        (self.pytester.path / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+        return self
+
+
+@pytest.fixture
+def timed_suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> TimedSuite:
+    return TimedSuite(pytester, monkeypatch)

@@ -204,7 +204,12 @@ def test_a_provider_serves_each_test_its_architecture(suite: Suite) -> None:
 
 def test_every_marker_of_the_suite_is_registered(suite: Suite) -> None:
     marks = "sm90 sm100 sm103 gpu bitwise numeric determinism dispatch no_host_sync codegen perf"
-    calls = ["claim('A', 'text')", "sanitize('memcheck')", "timing(processes=3)", "ratio_set('r')"]
+    calls = [
+        "claim('A', 'text')",
+        "sanitize('memcheck')",
+        "timing(processes=3)",
+        "ratio_set('r', rows=1, worst=1.0)",
+    ]
     lines = [f"@pytest.mark.{name}" for name in marks.split() + calls]
     suite.write("\n".join(["import pytest", *lines, "def test_all(): pass"]))
     assert suite.on("b300").run("--strict-markers", "--collect-only").ret == 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_kernel_claims import arch, claims
+from pytest_kernel_claims import arch, claims, merge, provenance
 
 if TYPE_CHECKING:
     from .conftest import Suite
@@ -315,7 +315,7 @@ def test_a_violation_outranks_everything() -> None:
 
 def test_provenance(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LINATTN_COMMIT", "feedbeef")
-    monkeypatch.setattr(claims, "_git", lambda root, *args: None)
+    monkeypatch.setattr(provenance, "_git", lambda root, *args: None)
     monkeypatch.setattr(arch, "driver_version", lambda: "580.95.05")
     suite.on("h200").write("""
         import pytest
@@ -341,16 +341,16 @@ def test_the_commit_comes_from_git(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         who = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
         subprocess.run(["git", *who, *args], cwd=tmp_path, check=True, capture_output=True)
 
-    assert claims.source_state(tmp_path) == {"commit": "feedbeef", "dirty": None}
+    assert provenance.source_state(tmp_path) == {"commit": "feedbeef", "dirty": None}
     git("init")
     (tmp_path / "a").write_text("a")
     git("add", "a")
     git("commit", "-m", "a")
-    clean = claims.source_state(tmp_path)
+    clean = provenance.source_state(tmp_path)
     assert len(clean["commit"]) == 40
     assert clean["dirty"] is False
     (tmp_path / "a").write_text("b")
-    assert claims.source_state(tmp_path) == {**clean, "dirty": True}
+    assert provenance.source_state(tmp_path) == {**clean, "dirty": True}
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
@@ -466,8 +466,8 @@ def test_merge_sets_machines_side_by_side(
     ],
 )
 def test_runs_on_one_gpu_share_a_column(tmp_path: Path, verdicts: list[str], cell: str) -> None:
-    runs = [claims.load(run_file(tmp_path, "gpu", G1=verdict)) for verdict in verdicts]
-    (column,) = claims.columns(runs)
+    runs = [merge.load(run_file(tmp_path, "gpu", G1=verdict)) for verdict in verdicts]
+    (column,) = merge.columns(runs)
     assert column.cell("G1")[1] == cell
 
 
@@ -476,15 +476,15 @@ def test_merge_into_a_document(tmp_path: Path) -> None:
     data.mkdir()
     file = run_file(data, "gpu", G1="verified")
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{claims.BEGIN}\nold\n{claims.END}\nafter\n")
+    readme.write_text(f"before\n{merge.BEGIN}\nold\n{merge.END}\nafter\n")
     arguments = ["merge", "--into", str(readme), file]
     assert claims.main([*arguments, "--check"]) == 1
     assert "old" in readme.read_text()
     assert claims.main(arguments) == 0
     assert claims.main([*arguments, "--check"]) == 0
     text = readme.read_text()
-    assert text.startswith(f"before\n{claims.BEGIN}\n| claim |")
-    assert text.endswith(f"2026-05-01\n{claims.END}\nafter\n")
+    assert text.startswith(f"before\n{merge.BEGIN}\n| claim |")
+    assert text.endswith(f"2026-05-01\n{merge.END}\nafter\n")
     assert "old" not in text
 
 
@@ -492,9 +492,9 @@ def test_merge_into_a_document(tmp_path: Path) -> None:
     ("document", "content", "told"),
     [
         ("no markers", None, "expected one <!-- claims:begin -->"),
-        (f"{claims.END}{claims.BEGIN}", None, "before <!-- claims:end -->"),
-        (f"{claims.BEGIN}{claims.END}", "{}", "expected a claims file of schema"),
-        (f"{claims.BEGIN}{claims.END}", "not JSON", "Expecting value"),
+        (f"{merge.END}{merge.BEGIN}", None, "before <!-- claims:end -->"),
+        (f"{merge.BEGIN}{merge.END}", "{}", "expected a claims file of schema"),
+        (f"{merge.BEGIN}{merge.END}", "not JSON", "Expecting value"),
     ],
 )
 def test_merge_refuses(

@@ -4,42 +4,48 @@ A test states ``@pytest.mark.claim("LA-01", "packed prefill equals each sequence
 outcome and its measured figures travel as ``user_properties`` of the test report, so they survive
 xdist and appear in JUnit files. ``Collector`` turns reports into verdicts:
 
-* ``failed``: a test of the claim failed, in its set-up and tear-down too;
-* ``verified``: every selected test ran and passed;
-* ``partial``: nothing failed, but some test was skipped, expected to fail, or never ran;
+* ``failed``: a test of the claim failed, in its set-up and tear-down too, or a set of ratios that
+  its tests belong to did;
+* ``verified``: every selected test ran and passed, and every such set is complete and in limits;
+* ``partial``: nothing failed, but some test was skipped, expected to fail, or never ran, or a set
+  lacks rows;
 * ``not run``: no test of the claim ran.
 
-``python -m pytest_kernel_claims.claims merge A.json B.json`` sets the files written by
-``--claims-json`` side by side, a column for each GPU.
+``python -m pytest_kernel_claims.claims`` works on the files that ``--claims-json`` writes:
+``merge A.json B.json`` sets them side by side, a column for each GPU; ``audit A.json`` computes
+every figure and verdict again.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
-from pytest_kernel_claims import arch
+from pytest_kernel_claims import arch, provenance
+
+if TYPE_CHECKING:
+    from pytest_kernel_claims.figures import RatioSet
 
 SCHEMA = "pytest-kernel-claims/1"
 SEVERITY = ("not run", "passed", "other", "xpassed", "xfailed", "skipped", "failed", "error")
 VERDICTS = ("verified", "failed", "partial", "not run")
-BEGIN, END = "<!-- claims:begin -->", "<!-- claims:end -->"
 Better = Literal["lower", "higher"]
+
+TIMINGS = pytest.StashKey[dict[str, dict[str, Any]]]()
+"""Test -> its record (see ``figures``). Only the process that timed it has one: under xdist nothing
+is timed, so records need not travel with reports."""
 
 _DESELECTED = pytest.StashKey[Counter[str]]()
 
@@ -101,6 +107,31 @@ def attach(items: list[pytest.Item], kinds: Iterable[str]) -> None:
         for key, text in claims.items():
             counts = {"selected": selected[key], "deselected": left_out[key]}
             _put(item, "claim", {"id": key, "text": text, **about, **counts})
+
+
+def attach_ratio_sets(items: Iterable[pytest.Item]) -> None:
+    """Write the ratio sets of every collected test, with their limits, into its properties.
+
+    Raises pytest.UsageError for a mark that states no limit or no number of rows, and for one set
+    with two sets of limits.
+    """
+    known: dict[str, dict[str, Any]] = {}
+    for item in items:
+        for mark in arch.marks(item, "ratio_set"):
+            limits = {"rows": None, "worst": None, "geomean": None, **mark.kwargs}
+            sound = len(mark.args) == 1 and isinstance(mark.args[0], str) and len(limits) == 3
+            sound = sound and type(limits["rows"]) is int and limits["rows"] > 0
+            if not sound or limits["worst"] is limits["geomean"] is None:
+                raise pytest.UsageError(
+                    f"{item.nodeid}: got ratio_set with {mark.args} {mark.kwargs}, expected "
+                    "ratio_set(name, rows=, worst=, geomean=) with rows and at least one limit"
+                )
+            found = {"name": mark.args[0], **limits}
+            if known.setdefault(mark.args[0], found) != found:
+                raise pytest.UsageError(
+                    f"{item.nodeid}: ratio_set {mark.args[0]} has other limits than elsewhere"
+                )
+            _put(item, "ratio_set", found)
 
 
 def attach_error(items: list[pytest.Item], text: str) -> None:
@@ -225,6 +256,7 @@ class Claim:
     selected: int = 0
     deselected: int = 0
     rows: dict[str, Row] = field(default_factory=dict)
+    sets: list[RatioSet] = field(default_factory=list)
 
     def counts(self) -> Counter[str]:
         counts = Counter(row.outcome for row in self.rows.values())
@@ -234,10 +266,11 @@ class Claim:
     @property
     def verdict(self) -> str:
         counts = self.counts()
-        if counts["failed"] or counts["error"]:
+        judged = {one.verdict for one in self.sets}
+        if counts["failed"] or counts["error"] or "failed" in judged:
             return "failed"
         if counts["passed"] == self.selected:
-            return "verified"
+            return "partial" if "incomplete" in judged else "verified"
         if counts["skipped"] + counts["not run"] == self.selected:
             return "not run"
         return "partial"
@@ -249,6 +282,10 @@ class Claim:
             for figure in row.measured:
                 if figure.name not in found or figure.badness > found[figure.name][0].badness:
                     found[figure.name] = figure, test
+        for one in self.sets:
+            if one.geometric_mean is not None:
+                name = f"geomean of {one.name}"
+                found[name] = Measurement(name, one.geometric_mean, one.geomean), one.name
         return found
 
     def reasons(self) -> set[str]:
@@ -260,6 +297,10 @@ class Claim:
         }
         if self.counts()["not run"] > 0:
             reasons.add("the run ended before all its tests had run")
+        for one in self.sets:
+            if one.verdict == "incomplete":
+                got = f"{len(one.measured)} of {one.rows}"
+                reasons.add(f"ratio set {one.name} is incomplete: {got} rows")
         return reasons
 
     def as_json(self) -> dict[str, Any]:
@@ -271,6 +312,7 @@ class Claim:
             "selected": self.selected,
             "deselected": self.deselected,
             "counts": {name: n for name, n in sorted(self.counts().items()) if n},
+            **({"ratio_sets": [one.name for one in self.sets]} if self.sets else {}),
             "worst": {
                 name: {**asdict(figure), "test": test}
                 for name, (figure, test) in sorted(self.worst().items())
@@ -305,12 +347,13 @@ class Collector:
         self.config = config
         self.claims: dict[str, Claim] = {}
         self.cubins: dict[str, set[str]] = {}
+        self.sets: dict[str, RatioSet] = {}
         self.modules: Counter[str] = Counter()
         self.error: str | None = None
         self._claims_of_test: dict[str, list[Claim]] = {}
         self._json: str | None = config.getoption("claims_json")
         self._required = _read_required(config.getoption("require_claims"))
-        self._source = source_state(config.rootpath) if self._json else {}
+        self._source = provenance.source_state(config.rootpath) if self._json else {}
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.outcome != "passed":
@@ -321,6 +364,8 @@ class Collector:
             self.error = value["text"]
         for value in _get(report, "claim"):
             self._seen(report.nodeid, value)
+        for value in _get(report, "ratio_set"):
+            self._seen_in_set(report, value)
         for claim in self._claims_of_test.get(report.nodeid, ()):
             claim.rows[report.nodeid].update(report)
         for value in _get(report, "cubin"):
@@ -337,6 +382,17 @@ class Collector:
         claim.deselected = max(claim.deselected, value["deselected"])
         self._claims_of_test.setdefault(test, []).append(claim)
 
+    def _seen_in_set(self, report: pytest.TestReport, value: dict[str, Any]) -> None:
+        from pytest_kernel_claims.figures import RatioSet
+
+        one = self.sets.setdefault(value["name"], RatioSet(**value))
+        one.ratios.setdefault(report.nodeid, None)
+        for timing in _get(report, "timing"):
+            one.ratios[report.nodeid] = timing.get("ratio")
+        for claim in self._claims_of_test.get(report.nodeid, ()):
+            if one not in claim.sets:
+                claim.sets.append(one)
+
     def unmet(self) -> list[str]:
         """Required claims that this run has not verified, each with its verdict."""
         found = []
@@ -352,7 +408,8 @@ class Collector:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
         if session.exitstatus == pytest.ExitCode.USAGE_ERROR or self.config.option.collectonly:
             return
-        if self.unmet() and session.exitstatus in (
+        failed = any(one.verdict == "failed" for one in self.sets.values())
+        if (failed or self.unmet()) and session.exitstatus in (
             pytest.ExitCode.OK,
             pytest.ExitCode.NO_TESTS_COLLECTED,
         ):
@@ -365,6 +422,7 @@ class Collector:
         lines = list(table(self.claims.values()))
         if lines:
             lines += closing(self.claims.values(), self.modules)
+        lines += [f"ratio set {one.describe()}" for _, one in sorted(self.sets.items())]
         lines += [
             f"cubin {name} came in {len(digests)} versions: the compiler was not reproducible"
             for name, digests in sorted(self.cubins.items())
@@ -383,14 +441,24 @@ class Collector:
         return {
             "schema": SCHEMA,
             **self._source,
-            **provenance(self.config),
+            **provenance.of_run(self.config),
             "exitstatus": exitstatus,
             "modules_not_collected": dict(self.modules),
             "cubins": {
                 name: " ".join(sorted(digests)) for name, digests in sorted(self.cubins.items())
             },
             "claims": {key: claim.as_json() for key, claim in sorted(self.claims.items())},
+            **self._timing_evidence(),
         }
+
+    def _timing_evidence(self) -> dict[str, Any]:
+        """Raw readings and ratio sets, where this run has any."""
+        found: dict[str, Any] = {}
+        if self.sets:
+            found["ratio_sets"] = {name: one.as_json() for name, one in sorted(self.sets.items())}
+        if TIMINGS in self.config.stash:
+            found["timings"] = self.config.stash[TIMINGS]
+        return found
 
 
 def _read_required(path: str | None) -> list[str]:
@@ -460,65 +528,13 @@ def closing(claims: Iterable[Claim], modules: Counter[str]) -> Iterator[str]:
 # --- JSON -----------------------------------------------------------------------------------
 
 
-def source_state(root: Path) -> dict[str, Any]:
-    """``commit`` and ``dirty`` of the tested sources: git's, else LINATTN_COMMIT and None."""
-    commit = _git(root, "rev-parse", "HEAD")
-    if commit is None:
-        return {"commit": os.environ.get("LINATTN_COMMIT") or None, "dirty": None}
-    return {"commit": commit, "dirty": bool(_git(root, "status", "--porcelain"))}
-
-
-def _git(root: Path, *args: str) -> str | None:
-    import subprocess
-
-    command = ["git", "-C", str(root), *args]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
-
-
-def provenance(config: pytest.Config) -> dict[str, Any]:
-    """Hardware and software of this run."""
-    here = arch.machine(config)
-    gpu = here.gpu and {
-        "name": here.gpu.name,
-        "sm": arch.sm_name(here.gpu.capability),
-        "driver": arch.driver_version(),
-    }
-    emulator = here.provider and {
-        "name": here.provider.name,
-        "sm": [arch.sm_name(capability) for capability in here.provider.capabilities],
-    }
-    torch = sys.modules.get("torch")
-    given = config.invocation_params.args
-    return {
-        "gpu": gpu,
-        "emulator": emulator,
-        "torch": _version("torch"),
-        "cuda": torch.version.cuda if torch else None,
-        "cutlass_dsl": _version("nvidia-cutlass-dsl"),
-        "python": platform.python_version(),
-        "when": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "args": [str(arg).replace(f"{config.rootpath}{os.sep}", "") for arg in given],
-    }
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """JSON has no NaN and no infinity: such figures become strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
@@ -527,7 +543,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(_finite(value), file, indent=1, allow_nan=False)
+            json.dump(finite(value), file, indent=1, allow_nan=False)
             file.write("\n")
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
@@ -536,142 +552,22 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
         raise
 
 
-# --- merge ----------------------------------------------------------------------------------
-
-
-@dataclass
-class Column:
-    """All runs on one kind of machine. Only a real GPU speaks for claims that need one."""
-
-    label: str
-    rank: int
-    runs: list[dict[str, Any]] = field(default_factory=list)
-
-    def cell(self, key: str) -> tuple[str, str]:
-        """Verdict over this column's runs and its text; a failure or a gap is never hidden."""
-        found = [run["claims"][key] for run in self.runs if key in run["claims"]]
-        order = ("failed", "partial", "verified", "not run")
-        if not found:
-            return "", ""
-        entry = min(found, key=lambda one: (order.index(one["verdict"]), one["deselected"]))
-        left_out = f", {entry['deselected']} deselected" if entry["deselected"] else ""
-        passed = entry["counts"].get("passed", 0)
-        return entry["verdict"], f"{entry['verdict']} {passed}/{entry['selected']}{left_out}"
-
-
-def columns(runs: Iterable[dict[str, Any]]) -> list[Column]:
-    """Columns of the matrix: GPUs, then emulators, then CPU-only machines."""
-    found: dict[str, Column] = {}
-    for run in runs:
-        if run["emulator"]:
-            label, rank = f"emulated {' '.join(run['emulator']['sm'])}", 1
-        elif run["gpu"]:
-            label, rank = f"{run['gpu']['name']} ({run['gpu']['sm']})", 0
-        else:
-            label, rank = "no GPU", 2
-        found.setdefault(label, Column(label, rank)).runs.append(run)
-    return sorted(found.values(), key=lambda column: (column.rank, column.label))
-
-
-def matrix(runs: list[dict[str, Any]]) -> str:
-    """Markdown: claims x machines, where they come from, and the claims verified nowhere."""
-    across = columns(runs)
-    texts: dict[str, str] = {}
-    needing: set[str] = set()
-    for run in runs:
-        for key, entry in run["claims"].items():
-            texts.setdefault(key, entry["text"])
-            needing.update([key] if entry["arches"] else [])
-    lines = [
-        _row("claim", "statement", *(column.label for column in across)),
-        _row(*["---"] * (2 + len(across))),
-    ]
-    for key in sorted(texts):
-        lines.append(_row(key, texts[key], *(column.cell(key)[1] for column in across)))
-    lines.append("")
-    lines += [f"- {column.label}: {_origin(run)}" for column in across for run in column.runs]
-    return "\n".join(lines + list(_unproven(across, texts, needing))) + "\n"
-
-
-def _unproven(across: list[Column], texts: dict[str, str], needing: set[str]) -> Iterator[str]:
-    emulated, nowhere = [], []
-    for key in sorted(texts):
-        ranks = {column.rank for column in across if column.cell(key)[0] == "verified"}
-        if not ranks:
-            nowhere.append(key)
-        elif key in needing and 0 not in ranks:
-            emulated.append(key)
-    if emulated:
-        yield f"\nVerified in emulation only, on no GPU: {', '.join(emulated)}."
-    if nowhere:
-        yield f"\nVerified nowhere: {', '.join(nowhere)}."
-
-
-def _row(*cells: str) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _origin(run: dict[str, Any]) -> str:
-    state = {True: " with local changes", False: "", None: " (stated, not checked)"}[run["dirty"]]
-    commit = f"commit {run['commit'][:12]}{state}" if run["commit"] else "commit unknown"
-    driver = f", driver {run['gpu']['driver']}" if run["gpu"] else ""
-    versions = f"torch {run['torch']}{driver}, CuTe DSL {run['cutlass_dsl']}"
-    return f"{commit}, {versions}, {run['when'][:10]}"
-
-
-def load(path: str) -> dict[str, Any]:
-    """Read a file written by ``--claims-json``. Raises ValueError when it is not one."""
-    try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from None
-    if not isinstance(value, dict) or value.get("schema") != SCHEMA:
-        raise ValueError(f"{path}: expected a claims file of schema {SCHEMA}")
-    return value
-
-
-def splice(document: str, text: str) -> str:
-    """Replace what stands between the two markers. Raises ValueError without exactly one pair."""
-    if document.count(BEGIN) != 1 or document.count(END) != 1:
-        raise ValueError(f"expected one {BEGIN} and one {END}")
-    head, _, rest = document.partition(BEGIN)
-    _, found, tail = rest.partition(END)
-    if not found:
-        raise ValueError(f"expected {BEGIN} before {END}")
-    return f"{head}{BEGIN}\n{text}{END}{tail}"
+# --- command line ---------------------------------------------------------------------------
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; returns 0, or 1 when ``--check`` finds the document out of date."""
+    """``merge`` or ``audit``; returns the exit code of the command."""
+    from pytest_kernel_claims import audit, merge
+
     parser = argparse.ArgumentParser(prog="python -m pytest_kernel_claims.claims")
-    command = parser.add_subparsers(required=True).add_parser(
-        "merge", help="claims x GPUs as a Markdown table"
-    )
-    command.add_argument("files", nargs="+", metavar="CLAIMS.json")
-    command.add_argument("--into", metavar="FILE", help=f"replace the text after {BEGIN}")
-    command.add_argument("--check", action="store_true", help="with --into: only compare")
+    commands = parser.add_subparsers(required=True)
+    merge.add_command(commands)
+    audit.add_command(commands)
     options = parser.parse_args(argv)
-    if options.check and not options.into:
-        parser.error("--check needs --into")
     try:
-        text = matrix([load(path) for path in options.files])
-        if not options.into:
-            print(text, end="")
-            return 0
-        return _update(Path(options.into), text, options.check)
+        return int(options.run(options))
     except (OSError, ValueError) as error:
         parser.error(str(error))
-
-
-def _update(target: Path, text: str, check: bool) -> int:
-    before = target.read_text(encoding="utf-8")
-    after = splice(before, text)
-    if before != after and check:
-        print(f"{target}: the claims table is out of date", file=sys.stderr)
-        return 1
-    if before != after:
-        target.write_text(after, encoding="utf-8")
-    return 0
 
 
 if __name__ == "__main__":

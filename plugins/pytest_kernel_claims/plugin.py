@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pytest_kernel_claims.codegen import Codegen
     from pytest_kernel_claims.compare import BitwiseCheck, NumericCheck, Poison
     from pytest_kernel_claims.hostsync import GraphSafe, NoHostSync
+    from pytest_kernel_claims.timing import CudaBenchmark
 
 KINDS = {
     "bitwise": "results are equal bit for bit",
@@ -26,6 +27,9 @@ KINDS = {
     "codegen": "properties of the generated machine code",
     "perf": "speed",
 }
+
+_TIMED = pytest.StashKey[bool]()
+"""Set when a test has used ``cuda_benchmark``."""
 
 MARKERS = {
     **{
@@ -40,10 +44,10 @@ MARKERS = {
     "claim": "claim(id, text): a published statement that this test verifies; may be repeated",
     "sanitize": "sanitize(*tools): run under --sanitizer with one of these tools of "
     "compute-sanitizer (all, when empty)",
-    "timing": "timing(processes=, warmup=, iterations=, escalate=): protocol by which a perf test "
-    "is meant to be measured; by itself only a tag",
-    "ratio_set": "ratio_set(name, rows=, worst=, geomean=): the set of rows that a perf test's "
-    "ratio belongs to and the limits of that set; by itself only a tag",
+    "timing": "timing(processes=, warmup=, iterations=, escalate=, mode=, calls=, l2=, hold=, "
+    "group=): how cuda_benchmark measures this test",
+    "ratio_set": "ratio_set(name, rows=, worst=, geomean=): the set of rows that the ratio of a "
+    "cuda_benchmark test belongs to; judged when the session ends, missing rows make it incomplete",
 }
 
 SANITIZERS = ("memcheck", "synccheck", "racecheck", "initcheck")
@@ -93,6 +97,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="dispatch",
         help="'deep' adds a profiler window to every no_host_sync audit on a GPU",
     )
+    group.addoption(
+        "--timing",
+        metavar="NAME=N,...",
+        help="override processes, warmup, iterations or calls of every timing marker, "
+        "for example --timing=processes=5,iterations=200",
+    )
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
@@ -112,6 +122,8 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_kernel_claims import sanitizer
 
         sanitizer.configure(config)
+    if not hasattr(config.option, "benchmark_disable"):
+        config.pluginmanager.register(_WithoutBenchmark(), "kernel_claims_no_benchmark")
     if not hasattr(config, "workerinput") and not _is_child(config):
         config.pluginmanager.register(claims.Collector(config), "kernel_claims_collector")
 
@@ -145,6 +157,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         return
     try:
         claims.attach(session.items, KINDS)
+        claims.attach_ratio_sets(session.items)
+        marked = [item for item in session.items if any(arch.marks(item, "timing"))]
+        if marked:
+            from pytest_kernel_claims import processes
+
+            for item in marked:
+                processes.timed(item)
     except pytest.UsageError as error:
         if not hasattr(session.config, "workerinput"):
             raise
@@ -184,6 +203,54 @@ def measured(request: pytest.FixtureRequest) -> claims.Measured:
     """``measured(name, value, limit=None, unit=None, better="lower")``: record a figure with the
     claims of this test; the test fails when the figure violates its limit or is NaN."""
     return claims.Measured(request.node)
+
+
+@pytest.fixture
+def _cuda_event_clock(request: pytest.FixtureRequest) -> Any:
+    """Timer of the ``benchmark`` fixture, which reads it when it is set up: after this one."""
+    from pytest_kernel_claims import timing
+
+    request.config.stash[_TIMED] = True
+    return timing.install_clock(request.node)
+
+
+@pytest.fixture
+def cuda_benchmark(
+    request: pytest.FixtureRequest, _cuda_event_clock: Any, benchmark: Any
+) -> CudaBenchmark:
+    """``cuda_benchmark(factory)`` or ``cuda_benchmark.versus(ours=factory, peer=factory)``: GPU
+    timings as results of pytest-benchmark, see ``timing.CudaBenchmark``."""
+    from pytest_kernel_claims import timing
+
+    return timing.CudaBenchmark(request, benchmark, _cuda_event_clock)
+
+
+class _WithoutBenchmark:
+    """Takes the fixture's place where pytest-benchmark is not there to be its base."""
+
+    @pytest.fixture
+    def cuda_benchmark(self) -> None:
+        pytest.skip("timing needs pytest-benchmark")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_machine_info(
+    config: pytest.Config, machine_info: dict[str, Any]
+) -> None:
+    if _TIMED in config.stash:
+        from pytest_kernel_claims import timing
+
+        timing.describe_machine(config, machine_info)
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_benchmark_compare_machine_info(
+    config: pytest.Config, machine_info: dict[str, Any], compared_benchmark: dict[str, Any]
+) -> None:
+    if compared_benchmark["machine_info"].get("gpu"):
+        from pytest_kernel_claims import timing
+
+        timing.compare_machines(config, machine_info, compared_benchmark)
 
 
 @pytest.fixture

@@ -1,0 +1,148 @@
+"""``python -m pytest_kernel_claims.claims merge``: claims files side by side, a column a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pytest_kernel_claims.claims import SCHEMA
+
+BEGIN, END = "<!-- claims:begin -->", "<!-- claims:end -->"
+
+
+@dataclass
+class Column:
+    """All runs on one kind of machine. Only a real GPU speaks for claims that need one."""
+
+    label: str
+    rank: int
+    runs: list[dict[str, Any]] = field(default_factory=list)
+
+    def cell(self, key: str) -> tuple[str, str]:
+        """Verdict over this column's runs and its text; a failure or a gap is never hidden."""
+        found = [run["claims"][key] for run in self.runs if key in run["claims"]]
+        order = ("failed", "partial", "verified", "not run")
+        if not found:
+            return "", ""
+        entry = min(found, key=lambda one: (order.index(one["verdict"]), one["deselected"]))
+        left_out = f", {entry['deselected']} deselected" if entry["deselected"] else ""
+        passed = entry["counts"].get("passed", 0)
+        return entry["verdict"], f"{entry['verdict']} {passed}/{entry['selected']}{left_out}"
+
+
+def columns(runs: Iterable[dict[str, Any]]) -> list[Column]:
+    """Columns of the matrix: GPUs, then emulators, then CPU-only machines."""
+    found: dict[str, Column] = {}
+    for run in runs:
+        if run["emulator"]:
+            label, rank = f"emulated {' '.join(run['emulator']['sm'])}", 1
+        elif run["gpu"]:
+            label, rank = f"{run['gpu']['name']} ({run['gpu']['sm']})", 0
+        else:
+            label, rank = "no GPU", 2
+        found.setdefault(label, Column(label, rank)).runs.append(run)
+    return sorted(found.values(), key=lambda column: (column.rank, column.label))
+
+
+def matrix(runs: list[dict[str, Any]]) -> str:
+    """Markdown: claims x machines, where they come from, and the claims verified nowhere."""
+    across = columns(runs)
+    texts: dict[str, str] = {}
+    needing: set[str] = set()
+    for run in runs:
+        for key, entry in run["claims"].items():
+            texts.setdefault(key, entry["text"])
+            needing.update([key] if entry["arches"] else [])
+    lines = [
+        _row("claim", "statement", *(column.label for column in across)),
+        _row(*["---"] * (2 + len(across))),
+    ]
+    for key in sorted(texts):
+        lines.append(_row(key, texts[key], *(column.cell(key)[1] for column in across)))
+    lines.append("")
+    lines += [f"- {column.label}: {_origin(run)}" for column in across for run in column.runs]
+    return "\n".join(lines + list(_unproven(across, texts, needing))) + "\n"
+
+
+def _unproven(across: list[Column], texts: dict[str, str], needing: set[str]) -> Iterator[str]:
+    emulated, nowhere = [], []
+    for key in sorted(texts):
+        ranks = {column.rank for column in across if column.cell(key)[0] == "verified"}
+        if not ranks:
+            nowhere.append(key)
+        elif key in needing and 0 not in ranks:
+            emulated.append(key)
+    if emulated:
+        yield f"\nVerified in emulation only, on no GPU: {', '.join(emulated)}."
+    if nowhere:
+        yield f"\nVerified nowhere: {', '.join(nowhere)}."
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _origin(run: dict[str, Any]) -> str:
+    state = {True: " with local changes", False: "", None: " (stated, not checked)"}[run["dirty"]]
+    commit = f"commit {run['commit'][:12]}{state}" if run["commit"] else "commit unknown"
+    driver = f", driver {run['gpu']['driver']}" if run["gpu"] else ""
+    versions = f"torch {run['torch']}{driver}, CuTe DSL {run['cutlass_dsl']}"
+    return f"{commit}, {versions}, {run['when'][:10]}"
+
+
+def load(path: str) -> dict[str, Any]:
+    """Read a file written by ``--claims-json``. Raises ValueError when it is not one."""
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(value, dict) or value.get("schema") != SCHEMA:
+        raise ValueError(f"{path}: expected a claims file of schema {SCHEMA}")
+    return value
+
+
+def splice(document: str, text: str) -> str:
+    """Replace what stands between the two markers. Raises ValueError without exactly one pair."""
+    if document.count(BEGIN) != 1 or document.count(END) != 1:
+        raise ValueError(f"expected one {BEGIN} and one {END}")
+    head, _, rest = document.partition(BEGIN)
+    _, found, tail = rest.partition(END)
+    if not found:
+        raise ValueError(f"expected {BEGIN} before {END}")
+    return f"{head}{BEGIN}\n{text}{END}{tail}"
+
+
+def add_command(commands: Any) -> None:
+    """Add ``merge`` to the command line of ``claims``."""
+    command = commands.add_parser("merge", help="claims x GPUs as a Markdown table")
+    command.add_argument("files", nargs="+", metavar="CLAIMS.json")
+    command.add_argument("--into", metavar="FILE", help=f"replace the text after {BEGIN}")
+    command.add_argument("--check", action="store_true", help="with --into: only compare")
+    command.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Returns 0, or 1 when ``--check`` finds the document out of date. Raises ValueError."""
+    if options.check and not options.into:
+        raise ValueError("--check needs --into")
+    text = matrix([load(path) for path in options.files])
+    if options.into:
+        return _update(Path(options.into), text, options.check)
+    print(text, end="")
+    return 0
+
+
+def _update(target: Path, text: str, check: bool) -> int:
+    before = target.read_text(encoding="utf-8")
+    after = splice(before, text)
+    if before != after and check:
+        print(f"{target}: the claims table is out of date", file=sys.stderr)
+        return 1
+    if before != after:
+        target.write_text(after, encoding="utf-8")
+    return 0
