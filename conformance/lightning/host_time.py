@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from packed_cases import packed
 from prefill_cases import problem
 
 import linattn
@@ -36,8 +37,16 @@ def main() -> None:
         torch.empty_like(inputs.v),
         torch.zeros(1, device=device),
     )
+    batch = packed(device, (64,), slots=(0,), known=(True,))
+    cu_seqlens, slots, known = batch.vectors()
+    packed_arguments = (batch.q, batch.k, batch.v, batch.decay, cu_seqlens, 1.0, batch.pool, slots)
+
+    def packed_call() -> None:
+        linattn.lightning_attn_fwd_varlen(*packed_arguments, has_initial_state=known, out=out)
+
     figures = {
         "lightning_attn_fwd": microseconds(lambda: linattn.lightning_attn_fwd(*arguments, out=out)),
+        "lightning_attn_fwd_varlen": microseconds(packed_call),
         "torch.add": microseconds(lambda: torch.add(one, one, out=one)),
     }
     print(json.dumps(figures))

@@ -1,0 +1,77 @@
+"""Packed prefill: speed on one H200 by CUDA-graph replay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from packed_cases import LENGTHS, alone, packed
+
+import linattn
+from pytest_kernel_claims.events import Workload
+
+pytestmark = [pytest.mark.sm90, pytest.mark.perf]
+
+HEADS = 64
+SETTLED = 8
+"""Calls after which a pool that is updated in place no longer changes a bit."""
+
+ROWS = [
+    pytest.param("uniform-n10-t4096", False, 92.0, id="p_uniform_n10_t4096"),
+    pytest.param("uniform-n10-t4096", True, 102.0, id="p_uniform_n10_t4096_h0"),
+    pytest.param("skewed-n10-t8192", True, 165.0, id="p_skewed_n10_t8192_h0"),
+    pytest.param("random-n20-t16384", False, 320.0, id="p_random_n20_t16384"),
+    pytest.param("skewed-n10-t16384", False, 300.0, id="p_skewed_n10_t16384"),
+]
+
+
+def ours(lengths: Sequence[int], initial: bool, device: torch.device) -> Workload:
+    """The packed operator into a given ``out``, with a fresh pool or from and to the states of one.
+
+    Every head decays, so that in-place updates by equal calls soon reach states that the next call
+    reproduces; timed results are compared with those of each sequence alone, bit for bit.
+    """
+    inputs = packed(device, lengths, HEADS, states=initial)
+    inputs.decay[0] = inputs.decay[1]
+    cu_seqlens, _, _ = inputs.vectors()
+    pool, out = inputs.pool, torch.empty_like(inputs.v)
+
+    def launch() -> Any:
+        return linattn.lightning_attn_fwd_varlen(
+            *(inputs.q, inputs.k, inputs.v, inputs.decay, cu_seqlens, 1.0, pool), out=out
+        )
+
+    if pool is not None:
+        for _ in range(SETTLED):
+            launch()
+        inputs.pool = pool.clone()
+    want = inputs.want(alone)
+
+    def judge(result: tuple[torch.Tensor, torch.Tensor]) -> None:
+        assert all(map(torch.equal, result, want)), "timed calls gave other bits"
+
+    return Workload(
+        launch, judge, outputs=lambda result: result[:1] if pool is not None else result
+    )
+
+
+@pytest.mark.claim("LA-80", "packed prefill of 64 heads with final states keeps its times")
+@pytest.mark.timing(mode="graph", processes=1, warmup=20, iterations=10)
+@pytest.mark.parametrize(("lengths", "initial", "limit"), ROWS)
+def test_packed_time(
+    lengths: str, initial: bool, limit: float, h200: torch.device, cuda_benchmark: Any
+) -> None:
+    result = cuda_benchmark.versus(ours=lambda: ours(LENGTHS[lengths], initial, h200))
+    result.at_most(us=limit)
+
+
+@pytest.mark.claim("LA-81", "half-empty chunks cost no more than full ones")
+@pytest.mark.timing(mode="graph", processes=1, warmup=10, iterations=10)
+def test_short_sequences(h200: torch.device, cuda_benchmark: Any) -> None:
+    """512 sequences of 32 tokens against 512 of 64, with fresh states."""
+    result = cuda_benchmark.versus(
+        ours=lambda: ours([32] * 512, False, h200), full=lambda: ours([64] * 512, False, h200)
+    )
+    result.ratio("of full chunks", of="ours", to="full", limit=1.0)
