@@ -97,18 +97,18 @@ def rank(batch: Batch, sSpan: cute.Tensor, sOrder: cute.Tensor):
         start, length = Int32(0), Int32(-1)  # goes before no sequence
         if n < batch.sequences:
             start, length = span(batch, n)
-        sSpan[0, n] = start
-        sSpan[1, n] = length
+        sSpan[n, 0] = start
+        sSpan[n, 1] = length
     cute.arch.sync_threads()
     for n in cutlass.range(thread, batch.sequences, threads, unroll=1):
-        length = sSpan[1, n]
+        length = sSpan[n, 1]
         place = Int32(0)
         for m in cutlass.range(padded, unroll=4):
-            other = sSpan[1, m]
+            other = sSpan[m, 1]
             if other > length or (other == length and m < n):
                 place += 1
         sOrder[0, place] = n
-        sOrder[1, place] = sSpan[0, n]
+        sOrder[1, place] = sSpan[n, 0]
         sOrder[2, place] = length
     cute.arch.sync_threads()
 

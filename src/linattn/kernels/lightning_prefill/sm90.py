@@ -220,7 +220,7 @@ class LightningPrefillSm90:
         sKt = cute.make_tensor(sK.iterator, kt_layout.outer)
         sDecay = smem.allocate_tensor(Float32, cute.make_layout((CHUNK + 1, 1 + groups)), 4)
         sWeight = smem.allocate_tensor(Float32, cute.make_layout((2 * CHUNK, groups)), 4)
-        sSpan = smem.allocate_tensor(Int32, cute.make_layout((2, RANKED)), 4)
+        sSpan = smem.allocate_tensor(Int32, cute.make_layout((RANKED, 2)), 16)
         sOrder = smem.allocate_tensor(Int32, cute.make_layout((3, RANKED)), 4)
         sPlan = smem.allocate_tensor(Int32, cute.make_layout(PLANNED + 1), 4)
         state_warps = WARPS * groups
