@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-EMULATED_CHUNKS = 16
+EMULATED_CHUNKS = 32
 """Chunk steps of a value head that one emulated test may take."""
 
 

@@ -316,7 +316,9 @@ def test_chunked_cut_at_a_chunk_is_bitwise_the_uncut_run(arithmetic: Arithmetic)
 
 @SAME_BITS
 @pytest.mark.gpu
-def test_oracles_agree_on_cpu_and_gpu() -> None:
+def test_oracles_agree_on_cpu_and_gpu(device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("compares a GPU with the CPU")
     case = make_case(1, 130, 1, 2, [0.0, 0.3], state=True)
     assert case.initial_state is not None
     on_gpu = Case(

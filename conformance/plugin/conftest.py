@@ -50,7 +50,9 @@ class Suite:
         return self
 
     def run(self, *args: str) -> pytest.RunResult:
-        return self.pytester.runpytest_inprocess(*LOAD, "-p", "no:cacheprovider", *args)
+        # The tests bring their own device providers.
+        without = ("-p", "no:cacheprovider", "-p", "no:ptx_emulator")
+        return self.pytester.runpytest_inprocess(*LOAD, *without, *args)
 
     def claims(self, *args: str) -> dict[str, Any]:
         """Run and read the claims JSON back."""

@@ -202,6 +202,26 @@ def test_a_provider_serves_each_test_its_architecture(suite: Suite) -> None:
     narrow.stdout.fnmatch_lines(["*needs sm100; emulated here: sm90 by fake emulator"])
 
 
+def test_auto_takes_the_gpu_and_else_emulates(suite: Suite) -> None:
+    suite.write(
+        """
+        import pytest
+
+        @pytest.mark.sm90
+        def test_one(device): pass
+        """,
+        conftest=PROVIDER,
+    )
+    emulated = suite.run("--gpu-arch=auto", "-s")
+    emulated.assert_outcomes(passed=1)
+    emulated.stdout.fnmatch_lines(["*open test_one (9, 0)"])
+    real = suite.on("h200").run("--gpu-arch=auto", "-s")
+    real.assert_outcomes(passed=1)
+    real.stdout.no_fnmatch_line("*open test_one*")
+    other = suite.on("rtx").run("--gpu-arch=auto", "-s")
+    other.stdout.fnmatch_lines(["*open test_one (9, 0)"])
+
+
 def test_every_marker_of_the_suite_is_registered(suite: Suite) -> None:
     marks = "sm90 sm100 sm103 gpu bitwise numeric determinism dispatch no_host_sync codegen perf"
     calls = [

@@ -42,7 +42,7 @@ EMULATED: dict[str, str | None] = {
     "emulated-sm90": "sm90",
     "emulated-sm100": "sm100",
 }
-CHOICES = ("any", "none", *FAMILIES, *EMULATED)
+CHOICES = ("any", "auto", "none", *FAMILIES, *EMULATED)
 
 FOREIGN_MARKERS = pytest.StashKey[frozenset[str]]()
 """Names of this plugin's markers that the tested project has registered for itself."""
@@ -206,6 +206,9 @@ def configure(config: pytest.Config) -> None:
     wanted: str = config.getoption("gpu_arch")
     if wanted == "none":
         _hide_gpus(config)
+    elif wanted == "auto":
+        if machine(config).choose((*FAMILIES,)) is None:
+            emulate(config)
     elif wanted in EMULATED:
         if emulate(config, EMULATED[wanted]) is None:
             raise pytest.UsageError(

@@ -64,8 +64,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--gpu-arch",
         choices=arch.CHOICES,
         default="any",
-        help="GPU to run on: 'any' uses what is there and skips the rest, 'none' hides GPUs, a "
-        "named architecture is required, 'emulated' needs a plugin that provides an emulator",
+        help="GPU to run on: 'any' uses what is there and skips the rest, 'auto' emulates where no "
+        "GPU is, 'none' hides GPUs, a named architecture is required, 'emulated' needs a plugin "
+        "that provides an emulator",
     )
     group.addoption(
         "--claims-json", metavar="PATH", help="write verdicts and provenance of all claims to PATH"

@@ -1,0 +1,140 @@
+"""The emulator as a launcher of linattn: operators run on CPU tensors, through their compiled host
+code and PTX.
+
+    with use_launcher(EmulatedLauncher("sm90")):
+        o, state = linattn.lightning_attn_fwd(q, k, v, decay)       # CPU tensors
+
+The object and the PTX are those of linattn's kernel cache, so what runs is what ships. What the
+kernel may touch follows from the operator's signature: inputs are read-only, outputs count as
+uninitialised, and the bytes between the elements of strided views are out of bounds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from linattn.errors import value_error
+from linattn.host import cache
+from linattn.host.arch import Arch
+from linattn.host.launch import H200_MULTIPROCESSORS, Launcher
+from linattn.host.signature import SIGNATURES, Kind, Signature, TensorSpec
+from ptx_emulator.errors import CHECKS
+from ptx_emulator.launch import EmulatedFunction, Options, Result, buffer_of, load
+from ptx_emulator.memory import Buffer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from linattn.host.arch import ArchLike
+
+_functions: dict[str, EmulatedFunction] = {}
+_lock = threading.Lock()
+
+
+def emulated_function(operator: str, target: str, config: Any) -> EmulatedFunction:
+    """The cached object of one configuration, loaded into the emulator once for this process."""
+    found = cache.get(operator, target, config)
+    name = str(found.path)
+    with _lock:
+        if name not in _functions:
+            host_object = (found.path / cache.OBJECT).read_bytes()
+            _functions[name] = load(host_object, found.ptx(), found.symbol)
+        return _functions[name]
+
+
+class EmulatedLauncher(Launcher):
+    """Runs kernels of `arch` in the emulator.
+
+    `checks`, `seed`, `budget`: see `ptx_emulator.Options`. `multiprocessors`: how many the device
+    has; few of them make a persistent kernel walk several units of work. `results` holds what each
+    launch did, the latest last.
+    """
+
+    def __init__(
+        self,
+        arch: ArchLike,
+        checks: Iterable[str] = CHECKS,
+        seed: int | None = None,
+        multiprocessors: int = H200_MULTIPROCESSORS,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self._arch, self._multiprocessors = Arch.parse(arch), multiprocessors
+        self.options = Options(checks=frozenset(checks), seed=seed, holes=True, **options)
+        self.results: list[Result] = []
+
+    def accepts(self, name: str, tensor: torch.Tensor) -> None:
+        if tensor.device.type != "cpu":
+            raise value_error(name, f"a tensor on {tensor.device}", "a CPU tensor (emulated)")
+
+    def default_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def arch(self, device: torch.device) -> Arch:
+        return self._arch
+
+    def multiprocessors(self, device: torch.device) -> int:
+        return self._multiprocessors
+
+    def function(self, operator: str, arch: Arch, config: Any) -> Callable[..., Any]:
+        """A callable with the arguments of the compiled function."""
+        emulated = emulated_function(operator, arch.target, config)
+        signature = SIGNATURES[operator]
+
+        def call(*arguments: Any) -> None:
+            buffers = signature_buffers(signature, arguments)
+            self.results.append(emulated.call(arguments, buffers, self.options))
+
+        return call
+
+
+# vectors passed by address, and how many elements they have beyond one a sequence
+_VECTORS = {"cu_seqlens": 1, "slots": 0, "has_initial": 0}
+
+
+def signature_buffers(signature: Signature, arguments: Sequence[Any]) -> list[Buffer]:
+    """What a call may touch: the tensors among its arguments, and those passed by address."""
+    first = sum(len(spec.arguments) for spec in signature.tensors)
+    names = [name for name, _ in signature.scalars]
+    scalars: dict[str, Any] = dict(zip(names, arguments[first:], strict=True))
+    sizes: dict[str, int] = {}
+    out = []
+    at = 0
+    for spec in signature.tensors:
+        values = arguments[at : at + len(spec.arguments)]
+        at += len(spec.arguments)
+        if spec.kind is not Kind.STATE:
+            tensor = values[0]
+            for dim, size in zip(spec.dims, tensor.shape, strict=True):
+                if isinstance(dim, str):
+                    sizes[dim] = size
+            out.append(buffer_of(spec.name, tensor, not spec.output, not spec.output))
+        elif values[0]:
+            out.append(_state(spec, values, sizes, scalars.get("pool", 0)))
+    for name, extra in _VECTORS.items():
+        address = scalars.get(name, 0)
+        if address:
+            count = int(scalars["sequences"]) + extra
+            size = 1 if name == "has_initial" else 8 if scalars[f"{name}_wide"] else 4
+            out.append(
+                Buffer(f"{name} ({count},)", address, (count,), (size,), size, readonly=True)
+            )
+    return out
+
+
+def _state(spec: TensorSpec, values: Sequence[int], sizes: dict[str, int], pool: int) -> Buffer:
+    """A state passed as an address and two strides; a pool has its own number of slots."""
+    shape = tuple(sizes[d] if isinstance(d, str) else d for d in spec.dims)
+    if pool:
+        shape = (pool, *shape[1:])
+    size = spec.element.itemsize
+    packed = [size]
+    for n in shape[:1:-1]:
+        packed.insert(0, packed[0] * n)
+    strides = (*(s * size for s in values[1:]), *packed[1:])
+    label = f"{spec.name} {shape}"
+    return Buffer(label, values[0], shape, strides, size, not spec.output, not spec.output)

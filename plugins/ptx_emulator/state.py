@@ -1,0 +1,249 @@
+"""State of a running cluster: CTAs, barriers, groups of lanes, and what a group can wait for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ptx_emulator.ptx import OFFSET_MASK, Kernel, align_up
+
+if TYPE_CHECKING:
+    from ptx_emulator.machine import Machine
+    from ptx_emulator.unit_base import UnitBase
+
+Lanes = npt.NDArray[Any]
+Mask = npt.NDArray[np.bool_]
+Dim3 = tuple[int, int, int]
+
+TMEM_LANES, TMEM_COLUMNS = 128, 512
+
+
+@dataclass(slots=True)
+class NamedBarrier:
+    """A `bar.sync` barrier. `expected` is the thread count of the phase in progress (0 before its
+    first arrival).
+    """
+
+    arrived: int = 0
+    expected: int = 0
+    generation: int = 0
+
+
+class MBarrier:
+    """An mbarrier object: `pending` arrivals and `bytes` of transactions are missing in the current
+    phase.
+
+    `clock` and `completed` belong to the race check: what the current phase collects and what the
+    last one collected.
+    """
+
+    __slots__ = ("bytes", "clock", "completed", "count", "cta", "offset", "pending", "phase")
+
+    def __init__(self, cta: Cta, offset: int, count: int) -> None:
+        self.cta, self.offset = cta, offset
+        self.count = self.pending = count
+        self.bytes = self.phase = 0
+        self.clock: Any = None
+        self.completed: Any = None
+
+    def describe(self) -> str:
+        missing = f"{self.pending} of {self.count} arrivals"
+        if self.bytes:
+            missing += f" and {self.bytes} bytes"
+        return (
+            f"mbarrier {self.offset & OFFSET_MASK:#x} in its phase {self.phase}: {missing} missing"
+        )
+
+
+class Wait:
+    """Why a group does not run. `pc` is the block at which it resumes."""
+
+    __slots__ = ("pc",)
+
+    def __init__(self, pc: int) -> None:
+        self.pc = pc
+
+    def ready(self) -> bool:
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        raise NotImplementedError
+
+
+class BarrierWait(Wait):
+    """For the completion of a named barrier's phase."""
+
+    __slots__ = ("barrier", "generation", "index")
+
+    def __init__(self, pc: int, index: int, barrier: NamedBarrier) -> None:
+        super().__init__(pc)
+        self.index, self.barrier, self.generation = index, barrier, barrier.generation
+
+    def ready(self) -> bool:
+        return self.barrier.generation != self.generation
+
+    def describe(self) -> str:
+        b = self.barrier
+        return f"barrier {self.index}: {b.arrived} of {b.expected} threads arrived"
+
+
+class ClusterWait(Wait):
+    """For the cluster barrier."""
+
+    __slots__ = ("cluster", "generation")
+
+    def __init__(self, pc: int, cluster: Cluster, generation: int) -> None:
+        super().__init__(pc)
+        self.cluster, self.generation = cluster, generation
+
+    def ready(self) -> bool:
+        return self.cluster.generation != self.generation
+
+    def describe(self) -> str:
+        return (
+            f"the cluster barrier: {self.cluster.arrived} of {self.cluster.threads} threads arrived"
+        )
+
+
+class MBarrierWait(Wait):
+    """A `try_wait` that is parked until something changes; then it runs again and may fail."""
+
+    __slots__ = ("barrier", "machine", "progress")
+
+    def __init__(self, pc: int, barrier: MBarrier, machine: Machine) -> None:
+        super().__init__(pc)
+        self.barrier, self.machine, self.progress = barrier, machine, machine.progress
+
+    def ready(self) -> bool:
+        return self.machine.progress != self.progress
+
+    def describe(self) -> str:
+        return self.barrier.describe()
+
+
+class ConvergeWait(Wait):
+    """For the other lanes of the warp (or warpgroup); ends when groups merge or lanes leave."""
+
+    __slots__ = ("exits", "unit", "what")
+
+    def __init__(self, pc: int, what: str, unit: UnitBase) -> None:
+        super().__init__(pc)
+        self.what, self.unit, self.exits = what, unit, unit.exits
+
+    def ready(self) -> bool:
+        return self.unit.exits != self.exits
+
+    def describe(self) -> str:
+        return f"the rest of the {self.what}"
+
+
+class Pause(Wait):
+    """After a polling load: lets the other warps of the cluster run."""
+
+    __slots__ = ("machine", "round", "what")
+
+    def __init__(self, pc: int, machine: Machine, what: str) -> None:
+        super().__init__(pc)
+        self.machine, self.round, self.what = machine, machine.round, what
+
+    def ready(self) -> bool:
+        return self.machine.round != self.round
+
+    def describe(self) -> str:
+        return self.what
+
+
+class Split:
+    """The group falls into parts that run the block on their own (warps that use different
+    barriers).
+    """
+
+    __slots__ = ("masks", "pc")
+
+    def __init__(self, pc: int, masks: list[Mask]) -> None:
+        self.pc, self.masks = pc, masks
+
+
+class Group:
+    """Lanes of a unit that stand at the same block.
+
+    `tried`: a parked mbarrier wait has been granted its retry. `cluster_ticket`: generation of the
+    cluster barrier at the last arrival.
+    """
+
+    __slots__ = ("cluster_ticket", "mask", "pc", "tried", "wait")
+
+    def __init__(self, pc: int, mask: Mask) -> None:
+        self.pc, self.mask = pc, mask
+        self.wait: Wait | None = None
+        self.tried = False
+        self.cluster_ticket = 0
+
+
+class Cta:
+    """One CTA: its place, its shared memory, barriers and tensor memory."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        kernel: Kernel,
+        launch: Launch,
+        cluster: Cluster,
+        rank: int,
+        ctaid: Dim3,
+    ) -> None:
+        self.machine, self.kernel, self.launch, self.cluster = machine, kernel, launch, cluster
+        self.rank, self.ctaid = rank, ctaid
+        self.threads = self.running = launch.threads
+        size = align_up(kernel.shared_static_end + launch.dynamic_shared, 16)
+        self.shared = np.zeros(size, np.uint8)
+        self.views: dict[int, Lanes] = {w: self.shared.view(f"u{w}") for w in (1, 2, 4, 8)}
+        self.barriers: dict[int, NamedBarrier] = {}
+        self.mbarriers: dict[int, MBarrier] = {}
+        self._tmem: npt.NDArray[np.uint32] | None = None
+        self.tmem_owned: dict[int, int] = {}  # first column -> columns
+        self.tmem_permit = True
+
+    @property
+    def tmem(self) -> npt.NDArray[np.uint32]:
+        """Tensor memory, 128 lanes x 512 columns."""
+        if self._tmem is None:
+            self._tmem = np.zeros((TMEM_LANES, TMEM_COLUMNS), np.uint32)
+        return self._tmem
+
+
+class Cluster:
+    """The CTAs that run together, and their cluster barrier."""
+
+    def __init__(self, threads: int) -> None:
+        self.ctas: list[Cta] = []
+        self.threads = threads
+        self.arrived = self.generation = 0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the host code asked for: dimensions, dynamic shared memory in bytes, launch attributes,
+    parameter bytes.
+    """
+
+    kernel: str
+    grid: Dim3
+    block: Dim3
+    cluster: Dim3
+    dynamic_shared: int
+    parameters: bytes = field(repr=False)
+    cooperative: bool = False
+    programmatic_serialization: bool = False
+    max_dynamic_shared: int = 0
+
+    @property
+    def threads(self) -> int:
+        return self.block[0] * self.block[1] * self.block[2]
+
+    @property
+    def ctas_per_cluster(self) -> int:
+        return self.cluster[0] * self.cluster[1] * self.cluster[2]
