@@ -11,7 +11,7 @@ import torch
 
 import linattn
 from linattn.host.launch import use_launcher
-from linattn.host.signature import SIGNATURES, Signature
+from linattn.host.signature import SIGNATURES, Kind, Signature
 from linattn.reference import lightning_chunked
 from ptx_emulator import CHECKS, KernelFault
 from ptx_emulator import launcher as launcher_module
@@ -68,11 +68,16 @@ def call_of(signature: Signature, tensors: dict[str, Any], scalars: dict[str, in
     arguments: list[Any] = []
     for spec in signature.tensors:
         tensor = tensors.get(spec.name)
-        if len(spec.arguments) == 1:
+        if not spec.by_address:
             arguments.append(tensor)
+        elif tensor is None:
+            arguments += [0] * len(spec.arguments)
+        elif spec.kind is Kind.STATE:
+            arguments += [tensor.data_ptr(), *tensor.stride()[:2]]
+        elif spec.kind is Kind.NUMBERS:
+            arguments += [tensor.data_ptr(), int(tensor.dtype is torch.int64)]
         else:
-            strides = (0, 0) if tensor is None else tensor.stride()[:2]
-            arguments += [0 if tensor is None else tensor.data_ptr(), *strides]
+            arguments.append(tensor.data_ptr())
     return [*arguments, *(scalars.get(name, 0) for name, _ in signature.scalars)]
 
 
@@ -83,7 +88,7 @@ def test_memory_of_a_call_is_that_of_its_signature() -> None:
     pool = torch.zeros(1, 3, 130, 128)[:, :2, :128]
     tensors = {"q": q, "k": k, "v": v, "o": torch.zeros_like(v), "decay": decay}
     tensors |= {"initial_state": state, "final_state": pool}
-    call = call_of(signature, tensors, {"pool": 1, "sequences": 1})
+    call = call_of(signature, tensors, {"P": 1, "N": 1})
     buffers = {b.name.split()[0]: b for b in signature_buffers(signature, call)}
     assert set(buffers) == set(tensors)
     assert [n for n, b in buffers.items() if not b.readonly] == ["o", "final_state"]
@@ -103,14 +108,17 @@ def test_memory_of_a_packed_call() -> None:
     pool = torch.zeros(5, 2, 128, 128)
     tensors = {"q": q, "k": k, "v": v, "o": torch.zeros_like(v), "decay": decay}
     tensors |= {"initial_state": pool, "final_state": pool}
-    scalars = {"cu_seqlens": 4096, "cu_seqlens_wide": 1, "slots": 8192, "has_initial": 12288}
-    call = call_of(signature, tensors, {**scalars, "sequences": 3, "pool": 5})
+    vectors = {
+        "cu_seqlens": torch.zeros(4, dtype=torch.int64),
+        "slots": torch.zeros(3, dtype=torch.int32),
+        "has_initial": torch.zeros(3, dtype=torch.bool),
+    }
+    call = call_of(signature, tensors | vectors, {"N": 3, "P": 5})
     buffers = {b.name.split()[0]: b for b in signature_buffers(signature, call)}
     assert buffers["final_state"].shape == (5, 2, 128, 128)
-    spans = {
-        n: (buffers[n].address, buffers[n].span) for n in ("cu_seqlens", "slots", "has_initial")
-    }
-    assert spans == {"cu_seqlens": (4096, 32), "slots": (8192, 12), "has_initial": (12288, 3)}
+    spans = {n: (buffers[n].address, buffers[n].span) for n in vectors}
+    sizes = {"cu_seqlens": 32, "slots": 12, "has_initial": 3}
+    assert spans == {n: (vectors[n].data_ptr(), size) for n, size in sizes.items()}
 
 
 def test_a_kernel_that_leaves_its_tensors_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

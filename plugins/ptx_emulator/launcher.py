@@ -21,9 +21,9 @@ from linattn.errors import value_error
 from linattn.host import cache
 from linattn.host.arch import Arch
 from linattn.host.launch import H200_MULTIPROCESSORS, Launcher
-from linattn.host.signature import SIGNATURES, Kind, Signature, TensorSpec
+from linattn.host.signature import SIGNATURES, Signature
 from ptx_emulator.errors import CHECKS
-from ptx_emulator.launch import EmulatedFunction, Options, Result, buffer_of, load
+from ptx_emulator.launch import EmulatedFunction, Options, Result, load
 from ptx_emulator.memory import Buffer
 
 if TYPE_CHECKING:
@@ -92,49 +92,14 @@ class EmulatedLauncher(Launcher):
         return call
 
 
-# vectors passed by address, and how many elements they have beyond one a sequence
-_VECTORS = {"cu_seqlens": 1, "slots": 0, "has_initial": 0}
-
-
 def signature_buffers(signature: Signature, arguments: Sequence[Any]) -> list[Buffer]:
     """What a call may touch: the tensors among its arguments, and those passed by address."""
-    first = sum(len(spec.arguments) for spec in signature.tensors)
-    names = [name for name, _ in signature.scalars]
-    scalars: dict[str, Any] = dict(zip(names, arguments[first:], strict=True))
-    sizes: dict[str, int] = {}
     out = []
-    at = 0
-    for spec in signature.tensors:
-        values = arguments[at : at + len(spec.arguments)]
-        at += len(spec.arguments)
-        if spec.kind is not Kind.STATE:
-            tensor = values[0]
-            for dim, size in zip(spec.dims, tensor.shape, strict=True):
-                if isinstance(dim, str):
-                    sizes[dim] = size
-            out.append(buffer_of(spec.name, tensor, not spec.output, not spec.output))
-        elif values[0]:
-            out.append(_state(spec, values, sizes, scalars.get("pool", 0)))
-    for name, extra in _VECTORS.items():
-        address = scalars.get(name, 0)
-        if address:
-            count = int(scalars["sequences"]) + extra
-            size = 1 if name == "has_initial" else 8 if scalars[f"{name}_wide"] else 4
-            out.append(
-                Buffer(f"{name} ({count},)", address, (count,), (size,), size, readonly=True)
-            )
+    for access in signature.accesses(arguments):
+        label = f"{access.spec.name} {access.shape}"
+        strides = tuple(access.itemsize * stride for stride in access.strides)
+        place = label, access.address, access.shape, strides, access.itemsize
+        out.append(
+            Buffer(*place, readonly=not access.spec.output, initialized=not access.spec.output)
+        )
     return out
-
-
-def _state(spec: TensorSpec, values: Sequence[int], sizes: dict[str, int], pool: int) -> Buffer:
-    """A state passed as an address and two strides; a pool has its own number of slots."""
-    shape = tuple(sizes[d] if isinstance(d, str) else d for d in spec.dims)
-    if pool:
-        shape = (pool, *shape[1:])
-    size = spec.element.itemsize
-    packed = [size]
-    for n in shape[:1:-1]:
-        packed.insert(0, packed[0] * n)
-    strides = (*(s * size for s in values[1:]), *packed[1:])
-    label = f"{spec.name} {shape}"
-    return Buffer(label, values[0], shape, strides, size, not spec.output, not spec.output)
