@@ -70,14 +70,13 @@ def call_of(signature: Signature, tensors: dict[str, Any], scalars: dict[str, in
         tensor = tensors.get(spec.name)
         if not spec.by_address:
             arguments.append(tensor)
-        elif tensor is None:
-            arguments += [0] * len(spec.arguments)
-        elif spec.kind is Kind.STATE:
-            arguments += [tensor.data_ptr(), *tensor.stride()[:2]]
-        elif spec.kind is Kind.NUMBERS:
-            arguments += [tensor.data_ptr(), int(tensor.dtype is torch.int64)]
-        else:
-            arguments.append(tensor.data_ptr())
+            continue
+        passed = [0 if tensor is None else tensor.data_ptr()]
+        if spec.kind is Kind.STATE:
+            passed += (0, 0) if tensor is None else tensor.stride()[:2]
+        if spec.kind is Kind.NUMBERS:
+            passed.append(int(tensor is not None and tensor.dtype == torch.int64))
+        arguments += passed
     return [*arguments, *(scalars.get(name, 0) for name, _ in signature.scalars)]
 
 
@@ -116,9 +115,9 @@ def test_memory_of_a_packed_call() -> None:
     call = call_of(signature, tensors | vectors, {"N": 3, "P": 5})
     buffers = {b.name.split()[0]: b for b in signature_buffers(signature, call)}
     assert buffers["final_state"].shape == (5, 2, 128, 128)
-    spans = {n: (buffers[n].address, buffers[n].span) for n in vectors}
-    sizes = {"cu_seqlens": 32, "slots": 12, "has_initial": 3}
-    assert spans == {n: (vectors[n].data_ptr(), size) for n, size in sizes.items()}
+    for name, size in (("cu_seqlens", 32), ("slots", 12), ("has_initial", 3)):
+        assert (buffers[name].address, buffers[name].span) == (vectors[name].data_ptr(), size)
+        assert buffers[name].readonly
 
 
 def test_a_kernel_that_leaves_its_tensors_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +137,7 @@ def test_a_kernel_that_leaves_its_tensors_is_stopped(monkeypatch: pytest.MonkeyP
 
 
 def test_provider_names_what_it_can_do() -> None:
-    provider = Provider(((9, 0),), ("memcheck",), 3)
+    provider = Provider(((9, 0),), "memcheck", 3)
     with provider.open(None, (9, 0)) as device:  # type: ignore[arg-type]
         from linattn.host.launch import current
 

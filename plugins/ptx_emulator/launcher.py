@@ -93,13 +93,16 @@ class EmulatedLauncher(Launcher):
 
 
 def signature_buffers(signature: Signature, arguments: Sequence[Any]) -> list[Buffer]:
-    """What a call may touch: the tensors among its arguments, and those passed by address."""
-    out = []
-    for access in signature.accesses(arguments):
-        label = f"{access.spec.name} {access.shape}"
-        strides = tuple(access.itemsize * stride for stride in access.strides)
-        place = label, access.address, access.shape, strides, access.itemsize
-        out.append(
-            Buffer(*place, readonly=not access.spec.output, initialized=not access.spec.output)
+    """What a call may touch: its signature's tensors, whether they come whole or by address."""
+    return [
+        Buffer(
+            f"{access.spec.name} {access.shape}",
+            access.address,
+            access.shape,
+            tuple(stride * access.itemsize for stride in access.strides),
+            access.itemsize,
+            readonly=not access.spec.output,
+            initialized=not access.spec.output,
         )
-    return out
+        for access in signature.accesses(arguments)
+    ]

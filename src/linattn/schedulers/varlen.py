@@ -92,15 +92,18 @@ def rank(batch: Batch, sSpan: cute.Tensor, sOrder: cute.Tensor):
     """
     thread, _, _ = cute.arch.thread_idx()
     threads, _, _ = cute.arch.block_dim()
-    for n in cutlass.range(thread, batch.sequences, threads, unroll=1):
-        start, length = span(batch, n)
+    padded = cute.ceil_div(batch.sequences, 4) * 4
+    for n in cutlass.range(thread, padded, threads, unroll=1):
+        start, length = Int32(0), Int32(-1)  # goes before no sequence
+        if n < batch.sequences:
+            start, length = span(batch, n)
         sSpan[0, n] = start
         sSpan[1, n] = length
     cute.arch.sync_threads()
     for n in cutlass.range(thread, batch.sequences, threads, unroll=1):
         length = sSpan[1, n]
         place = Int32(0)
-        for m in cutlass.range(batch.sequences, unroll=4):
+        for m in cutlass.range(padded, unroll=4):
             other = sSpan[1, m]
             if other > length or (other == length and m < n):
                 place += 1
