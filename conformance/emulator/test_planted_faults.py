@@ -133,6 +133,30 @@ def test_memcheck_or_initcheck_finds_uninitialised_shared_memory() -> None:
     assert findings(body.replace("@%p st", "st")) == []
 
 
+def test_initcheck_of_a_widened_load() -> None:
+    """Words that the compiler loads along and says it does not use may hold anything."""
+    slot = "mov.b32 %v, s; shl.b32 %w, %t, 3; add.s32 %v, %v, %w; "
+    pragma = '.pragma "used_bytes_mask {}"; '
+    body = slot + "st.shared.b32 [%v], %t; bar.sync 0; {}ld.shared.v2.b32 {%o, %x}, [%v];"
+    only(findings(body.replace("{}ld", "ld")), "initcheck", "read of uninitialised shared memory")
+    first = pragma.format("0xf")
+    assert findings(body.replace("{}ld", first + "ld")) == []
+    got = Bench(64).run(body.replace("{}ld", first + "ld"), declarations=SHARED)
+    assert list(got) == list(range(64))
+    both = pragma.format("0xff")
+    only(
+        findings(body.replace("{}ld", both + "ld")),
+        "initcheck",
+        "read of uninitialised shared memory",
+    )
+    later = first + "ld.shared.v2.b32 {%o, %x}, [%v]; "
+    only(
+        findings(body.replace("{}ld", later + "ld")),
+        "initcheck",
+        "read of uninitialised shared memory",
+    )
+
+
 def test_initcheck_global_memory() -> None:
     bench = Bench()
     parameters = struct.pack("QQ", bench.inputs.ctypes.data, bench.outputs.ctypes.data)

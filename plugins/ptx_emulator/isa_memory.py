@@ -38,7 +38,16 @@ def _load(e: Emitter, i: Instr) -> None:
     width = BITS[ty] // 8
     destinations = e.items(i.ops[0])
     address = _address(e, i.ops[1], space)
-    e.emit(f"t=U.load({space!r},{address},{width},{len(destinations)},{e.active},{e.full})")
+    count = len(destinations)
+    if i.used is None:
+        e.emit(f"t=U.load({space!r},{address},{width},{count},{e.active},{e.full})")
+    else:  # the compiler widened a load: what it does not use may hold anything
+        e.emit(f"base={address}")
+        wanted = [j for j in range(count) if i.used >> j * width & ((1 << width) - 1)]
+        rest = f"{width},1,{e.active},{e.full})[0]"
+        parts = (f"{j}:U.load({space!r},base+base.dtype.type({j * width}),{rest}" for j in wanted)
+        e.emit(f"t={{{','.join(parts)}}}")
+        destinations = tuple(d if j in wanted else Sink() for j, d in enumerate(destinations))
     for j, d in enumerate(destinations):
         if not isinstance(d, Sink):
             view = f".view({numpy_code(ty)})" if ty[0] == "s" else ""

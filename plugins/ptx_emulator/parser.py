@@ -55,6 +55,7 @@ _VARIABLE = re.compile(
     r"(?:\.attribute\([^)]*\)\s+)?\.(\w+)\s+([\w$]+)\s*(?:(\[)(\d*)\])?\s*(?:=\s*(.*))?\Z",
     re.S,
 )
+_USED_BYTES = re.compile(r'"used_bytes_mask\s+(0x[0-9a-fA-F]+)"')
 _LABEL = re.compile(r"([\w$%]+)\s*:(?!:)")
 _STATEMENT = re.compile(r"(?:@(!?)\s*([\w$%]+)\s+)?([\w.:]+)\s*(.*)", re.S)
 _OFFSET = re.compile(r"([\w$%.]+?)\s*\+\s*(-?(?:0[xX][0-9a-fA-F]+|\d+))\Z")
@@ -166,6 +167,7 @@ class _Body:
     scopes: list[int] = field(default_factory=lambda: [0])
     scope_count: int = 0
     loc: tuple[str, int] | None = None
+    used: int | None = None
     dynamic: list[tuple[str, int]] = field(default_factory=list)
 
     def parse(self) -> int:
@@ -216,7 +218,10 @@ class _Body:
             self._declare_registers(statement)
         elif statement.startswith((".shared", ".local")):
             self.variable(statement)
-        elif statement.startswith(".pragma") or not statement:
+        elif statement.startswith(".pragma"):
+            mask = _USED_BYTES.search(statement)
+            self.used = int(mask[1], 16) if mask else self.used
+        elif not statement:
             return
         elif statement.startswith("."):
             raise UnsupportedInstruction(f"directive not modelled: PTX line {line}: {statement}")
@@ -268,7 +273,8 @@ class _Body:
         m = _STATEMENT.match(statement)
         if m is None:
             raise UnsupportedInstruction(f"not understood: PTX line {line}: {statement}")
-        ins = Instr(m[3], (), statement, line, self.loc)
+        ins = Instr(m[3], (), statement, line, self.loc, used=self.used)
+        self.used = None
         where = f"PTX line {line}: {statement[:200]}" + (f" ({ins.source})" if ins.source else "")
         if not accepts(m[3]):
             raise UnsupportedInstruction(f"instruction not modelled: {where}")

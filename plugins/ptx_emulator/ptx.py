@@ -99,7 +99,7 @@ Operand: TypeAlias = Reg | Imm | Special | Symbol | Offset | Vector | Address | 
 @dataclass(slots=True)
 class Instr:
     """One instruction. `guard` is the index of the guarding predicate; `loc` is (file, line) of the
-    Python source.
+    Python source; `used` has a bit for each byte that a load is for, None meaning all.
     """
 
     op: str
@@ -109,6 +109,7 @@ class Instr:
     loc: tuple[str, int] | None
     guard: int | None = None
     guard_negated: bool = False
+    used: int | None = None
 
     @property
     def parts(self) -> tuple[str, ...]:
