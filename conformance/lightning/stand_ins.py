@@ -100,7 +100,7 @@ class CheckingLauncher(ReferenceLauncher):
                 ):
                     raise ValueError("odd stride")
             except (TypeError, ValueError):
-                raise RuntimeError("refused by the compiled function") from None
+                raise ValueError("refused by the compiled function") from None
             launch(*arguments)
 
         return checked

@@ -127,7 +127,7 @@ def test_slopes_of_the_fixed_form(host: HostLauncher, slope: float) -> None:
 @pytest.mark.dispatch
 @pytest.mark.sm90
 @pytest.mark.parametrize("name", BAD)
-def test_smoke_bad_contents_on_a_device(name: str, device: torch.device) -> None:
+def test_bad_contents_on_a_device(name: str, device: torch.device) -> None:
     """Where they are harmless by default, and refused when checked; then all is as before."""
     changes, message = BAD[name]
     call(device)

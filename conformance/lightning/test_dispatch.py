@@ -140,6 +140,24 @@ def test_two_ctas_share_a_head_while_they_fit(batch: int, heads: int, rows: int,
 
 
 @EXPLAIN
+@pytest.mark.parametrize("processors", [0, -5, 1.5, True])
+def test_what_is_no_number_of_multiprocessors(processors: Any) -> None:
+    with pytest.raises(ValueError, match="multiprocessors: got"):
+        linattn.explain(
+            "lightning_attn_fwd", arch="sm90", multiprocessors=processors, B=1, T=1, H=1
+        )
+
+
+@EXPLAIN
+def test_more_units_than_32_bits_can_step_over_are_refused() -> None:
+    most = 2**30 // 2
+    shapes = {"arch": "sm90", "persistent": False, "T": 1, "H": 1, "multiprocessors": 2**31 - 1}
+    assert linattn.explain("lightning_attn_fwd_varlen", N=most, **shapes).grid == (2**30, 1, 1)
+    with pytest.raises(ValueError, match=r"N \* HV: got N \* HV = .*, expected at most"):
+        linattn.explain("lightning_attn_fwd_varlen", N=most + 1, **shapes)
+
+
+@EXPLAIN
 def test_explain_uses_the_architecture_of_the_launcher() -> None:
     with launch.use_launcher(launch.MetaLauncher("sm90")):
         assert linattn.explain("lightning_attn_fwd", B=1, T=1, H=1).arch == Arch(9, 0)

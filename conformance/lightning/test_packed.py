@@ -11,6 +11,7 @@ from packed_cases import LENGTHS, RANDOM, Packed, alone, chunks, packed, skewed
 
 import linattn
 from linattn.host import dispatch, launch
+from linattn.host.dispatch import PERSISTENT_ROUNDS
 from linattn.reference import lightning_chunked, lightning_recurrent
 
 pytestmark = pytest.mark.sm90
@@ -99,8 +100,29 @@ def test_error_is_that_of_the_algorithm(
 
 @SAME
 @pytest.mark.bitwise
+@pytest.mark.parametrize("processors", [2, 3])
+def test_few_ctas_share_unequal_sequences(
+    processors: int,
+    device: torch.device,
+    assert_bitwise: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    affordable: Any,
+) -> None:
+    """Each CTA plans its share: what it takes, all of it once, and in whatever order."""
+    lengths = (20, 200, 5, 64, 0, 70, 1, 0, 33, 64, 1, 2, 3, 90, 4, 5, 6, 7, 8)
+    affordable(2 * sum(-(-length // 64) for length in lengths) // 2)
+    launcher = launch.current()
+    monkeypatch.setattr(launcher, "multiprocessors", lambda device: processors)
+    monkeypatch.setattr(launcher, "plans", {})
+    inputs = packed(device, lengths, 1, 2)
+    assert 2 * len(lengths) > PERSISTENT_ROUNDS * processors
+    assert_bitwise(inputs.run(), inputs.want(), "o pool")
+
+
+@SAME
+@pytest.mark.bitwise
 @pytest.mark.usefixtures("one_processor")
-def test_smoke_one_cta_does_all_units(device: torch.device, assert_bitwise: Any) -> None:
+def test_one_cta_does_all_units(device: torch.device, assert_bitwise: Any) -> None:
     """More units than rounds on one multiprocessor: one CTA, longest sequences first."""
     lengths = (5, 64, 0, 70, 1, 0, 33, 64)
     inputs = packed(device, lengths, 1, 2, slots=(7, 2, 0, 5, 3, -1, 4, 6))

@@ -164,7 +164,7 @@ def test_a_warm_call_makes_few_python_calls() -> None:
             linattn.lightning_attn_fwd_varlen(**given, scale=0.5)
         finally:
             sys.setprofile(None)
-    assert calls == ["lightning_attn_fwd_varlen", "run", "current", "issue", "guard"]
+    assert calls == ["lightning_attn_fwd_varlen", "eager", "run", "current", "issue", "guard"]
 
 
 def calls_on_meta(launcher: launch.MetaLauncher) -> None:

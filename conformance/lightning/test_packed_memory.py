@@ -26,7 +26,7 @@ INTEGERS = pytest.mark.parametrize("integer", [torch.int32, torch.int64], ids=st
 @INTEGERS
 @pytest.mark.parametrize("gaps", [False, True], ids=["compact", "strided"])
 @pytest.mark.parametrize("lengths", [(1, 63), (65, 0, 2)], ids=str)
-def test_smoke_rows_outside(
+def test_rows_outside(
     lengths: tuple[int, ...],
     gaps: bool,
     integer: torch.dtype,
@@ -80,7 +80,7 @@ WIDE = {
 @CLAMPED
 @pytest.mark.parametrize("persistent", [True, False], ids=["persistent", "not persistent"])
 @pytest.mark.parametrize("name", [*CONTENTS, *WIDE])
-def test_smoke_bad_offsets(
+def test_bad_offsets(
     name: str, persistent: bool, device: torch.device, poison: Any, assert_bitwise: Any
 ) -> None:
     """Rows of no sequence stay as they are; those of one hold its result; states are exact.
@@ -104,7 +104,7 @@ def test_smoke_bad_offsets(
 @EMPTY
 @INTEGERS
 @pytest.mark.parametrize("offsets", [[0, 0, 64, 64], [7, 7, 7, 7], [0, 0, 0, 1]], ids=str)
-def test_smoke_empty_sequences(
+def test_empty_sequences(
     offsets: list[int], integer: torch.dtype, device: torch.device, assert_bitwise: Any
 ) -> None:
     """Empty sequences first, between, last, and nothing else (RAG-1)."""
@@ -118,7 +118,7 @@ def test_smoke_empty_sequences(
 @INTEGERS
 @pytest.mark.parametrize("pool", [None, 5], ids=["fresh pool", "pool"])
 @pytest.mark.parametrize("offsets", [[0, 0, 0], [0, 5, 9]], ids=str)
-def test_smoke_no_tokens(
+def test_no_tokens(
     offsets: list[int],
     pool: int | None,
     integer: torch.dtype,

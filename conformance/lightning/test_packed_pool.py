@@ -28,7 +28,7 @@ LENGTHS = (10, 70, 0, 64, 5)
 @ISOLATED
 @INTEGERS
 @pytest.mark.parametrize("strided", [False, True], ids=["compact", "strided"])
-def test_smoke_unselected_slots(
+def test_unselected_slots(
     strided: bool, integer: torch.dtype, device: torch.device, poison: Any, assert_bitwise: Any
 ) -> None:
     """A poisoned pool between guard bands: -1 is padding, and slot 0 is a slot (POOL-1, POOL-8)."""
@@ -60,7 +60,7 @@ def test_smoke_unselected_slots(
         pytest.param(None, 9, id="default"),
     ],
 )
-def test_smoke_indices(
+def test_indices(
     slots: tuple[int, ...] | None,
     pool: int,
     integer: torch.dtype,
@@ -93,7 +93,7 @@ BEYOND = (
         pytest.param(torch.int64, (-1, 4, 5, -(2**31), *BEYOND), id="int64"),
     ],
 )
-def test_smoke_indices_outside_the_pool(
+def test_indices_outside_the_pool(
     integer: torch.dtype, outside: tuple[int, ...], device: torch.device, assert_bitwise: Any
 ) -> None:
     """Whatever their inputs hold, padded rows are zeros (POOL-2)."""
@@ -106,7 +106,7 @@ def test_smoke_indices_outside_the_pool(
 
 
 @PADDED
-def test_smoke_a_pool_of_no_slots(device: torch.device) -> None:
+def test_a_pool_of_no_slots(device: torch.device) -> None:
     inputs = packed(device, (3, 65), slots=(0, -1), pool=0)
     o, pool = inputs.run()
     assert pool.shape == (0, 1, 128, 128)
@@ -134,7 +134,7 @@ def test_smoke_nan_slots(device: torch.device, assert_bitwise: Any) -> None:
 
 
 @FRESH
-def test_smoke_all_fresh_is_no_pool(device: torch.device, assert_bitwise: Any) -> None:
+def test_all_fresh_is_no_pool(device: torch.device, assert_bitwise: Any) -> None:
     lengths = (10, 70)
     inputs = packed(device, lengths, known=(False, False))
     assert inputs.pool is not None

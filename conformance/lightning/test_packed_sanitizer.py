@@ -16,7 +16,7 @@ from packed_cases import Packed, packed
 from linattn.host import launch
 from linattn.reference import lightning_chunked
 
-pytestmark = [pytest.mark.sm90, pytest.mark.bitwise]
+pytestmark = [pytest.mark.sm90, pytest.mark.bitwise, pytest.mark.usefixtures("watched")]
 
 
 def tails_at_the_end(device: torch.device) -> Packed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,24 +18,6 @@ GRAPHS = pytest.mark.claim("LA-71", "a captured packed call follows new contents
 WAITS = pytest.mark.claim("LA-72", "the packed host path waits for nothing")
 
 Result = tuple[torch.Tensor, torch.Tensor]
-
-
-@pytest.fixture
-def cuda(device: torch.device) -> torch.device:
-    """A real GPU: streams and graphs have no emulation."""
-    if device.type != "cuda":
-        pytest.skip("streams and graphs need a GPU")
-    return device
-
-
-@pytest.fixture
-def cold() -> Iterator[None]:
-    """No compiled configuration in memory; entries on disk stay."""
-    cache.reset()
-    launch.current().plans.clear()
-    yield
-    cache.reset()
-    launch.current().plans.clear()
 
 
 class Held:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 from prefill_cases import Problem, problem
 
 import linattn
-from linattn.host import cache, launch
+from linattn.host import launch
 from linattn.host.arch import Arch
 
 pytestmark = pytest.mark.claim("LA-12", "the host path waits for nothing")
@@ -92,23 +92,6 @@ def _under(audit: Any, call: Callable[[], object]) -> None:
 
 
 # --- on a GPU -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def cuda(device: torch.device) -> torch.device:
-    if device.type != "cuda":
-        pytest.skip("streams and graphs need a GPU")
-    return device
-
-
-@pytest.fixture
-def cold() -> Iterator[None]:
-    """No compiled configuration in memory; entries on disk stay."""
-    cache.reset()
-    launch.current().plans.clear()
-    yield
-    cache.reset()
-    launch.current().plans.clear()
 
 
 @pytest.mark.sm90

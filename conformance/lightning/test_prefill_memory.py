@@ -23,7 +23,7 @@ def run(inputs: Problem, final: bool = True, **keywords: Any) -> tuple[torch.Ten
 @pytest.mark.bitwise
 @pytest.mark.parametrize("tokens", [1, 15, 63, 64, 65, 127, 128, 200])
 @pytest.mark.parametrize("gaps", [False, True], ids=["compact", "strided"])
-def test_smoke_poisoned_output(
+def test_poisoned_output(
     tokens: int, gaps: bool, device: torch.device, poison: Any, assert_bitwise: Any
 ) -> None:
     """NaN output inside guard bands; a strided output keeps what lies between its rows (RAG-6)."""

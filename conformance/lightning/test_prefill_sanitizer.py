@@ -1,7 +1,8 @@
 """Fixed-length prefill under compute-sanitizer: small problems with every kind of edge.
 
 The marks choose: ``--sanitizer=memcheck`` runs the first test, ``--sanitizer=synccheck`` the
-second, each case in a process of its own. Without the option both run as ordinary tests. On a GPU
+second, each case in a process of its own. Without the option both are skipped: a run that no tool
+watches says nothing of what a tool would find. On a GPU
 initcheck and racecheck are advisory: they do not follow every access of the tensor-memory engine.
 """
 
@@ -17,7 +18,7 @@ from prefill_cases import Problem, problem
 import linattn
 from linattn.reference import lightning_chunked
 
-pytestmark = [pytest.mark.sm90, pytest.mark.bitwise]
+pytestmark = [pytest.mark.sm90, pytest.mark.bitwise, pytest.mark.usefixtures("watched")]
 
 
 def one_token(device: torch.device) -> tuple[Problem, None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,24 +12,6 @@ import linattn
 from linattn.host import cache
 
 pytestmark = pytest.mark.sm90
-
-
-@pytest.fixture
-def cuda(device: torch.device) -> torch.device:
-    """A real GPU: streams and graphs have no emulation."""
-    if device.type != "cuda":
-        pytest.skip("streams and graphs need a GPU")
-    return device
-
-
-@pytest.fixture
-def cold() -> Iterator[None]:
-    """No compiled configuration in memory; entries on disk stay."""
-    cache.reset()
-    linattn.host.launch.current().plans.clear()
-    yield
-    cache.reset()
-    linattn.host.launch.current().plans.clear()
 
 
 def run(inputs: Problem, **keywords: Any) -> tuple[torch.Tensor, Any]:

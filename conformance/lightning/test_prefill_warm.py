@@ -61,7 +61,7 @@ def test_warm_calls_are_checked_by_a_stand_in() -> None:
 @WARM
 @pytest.mark.dispatch
 @pytest.mark.sm90
-def test_smoke_warm_calls_are_checked_by_the_compiled_function(device: torch.device) -> None:
+def test_warm_calls_are_checked_by_the_compiled_function(device: torch.device) -> None:
     check_all(device)
 
 

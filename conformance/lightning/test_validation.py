@@ -277,7 +277,7 @@ def test_slices_of_a_fused_buffer_arrive_unchanged(host: HostLauncher) -> None:
 
 
 @VIEWS
-@pytest.mark.parametrize("batch_stride", [3, 1, 0, 7])
+@pytest.mark.parametrize("batch_stride", [3, 1, 0, 7, 2**45])
 def test_odd_strides_of_size_1_dimensions_do_not_matter(
     host: HostLauncher, batch_stride: int
 ) -> None:

@@ -19,7 +19,8 @@ Shapes = Mapping[str, int]
 """Sizes by the letter that the documentation uses: ``B``, ``T``, ``N``, ``H``, ``HV``; switches, 0
 or 1, by a name in small letters."""
 
-INT32_MAX = 2**31 - 1
+MAX_UNITS = 2**30
+"""Units of work of a launch: the next one of a CTA is computed in 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -111,10 +112,10 @@ def _prefill_grid(config: Any, shapes: Shapes, multiprocessors: int) -> tuple[in
     with many, longest first, any order is balanced and the start of a CTA is what costs.
     """
     units = config.splits * _prefill_heads(shapes)
-    if units > INT32_MAX:
+    if units > MAX_UNITS:
         name = "N" if "N" in shapes else "B"
         got = f"{name} * HV = {_prefill_heads(shapes)}"
-        raise value_error(f"{name} * HV", got, f"at most {INT32_MAX // config.splits}")
+        raise value_error(f"{name} * HV", got, f"at most {MAX_UNITS // config.splits}")
     if "N" not in shapes or (
         shapes.get("persistent", 1) and units > PERSISTENT_ROUNDS * multiprocessors
     ):
@@ -274,6 +275,8 @@ def explain(
     """
     name, operator = operator_of(op)
     sizes = _sizes(name, FUNCTIONS[name], shapes)
+    if multiprocessors is not None and (type(multiprocessors) is not int or multiprocessors < 1):
+        raise value_error("multiprocessors", repr(multiprocessors), "an int of at least 1, or None")
     known, processors = _known_device(arch)
     if type(persistent) is not bool:
         raise type_error(

@@ -147,12 +147,16 @@ def _strides(spec: TensorSpec, tensor: torch.Tensor) -> None:
             )
 
 
+_LONGEST_STRIDE = 1 << 32
+"""Elements; far more than a stride that reaches an element has, and short in every descriptor."""
+
+
 def restride(spec: TensorSpec, tensor: torch.Tensor) -> tuple[int, ...] | None:
     """Strides under which a view can be handed to its kernel, or None where its own will do.
 
     The stride of a size-1 dimension reaches no element, so torch lets it be anything, as it lets
-    all strides of a tensor without elements; a TMA descriptor holds it all the same and needs a
-    multiple of 16 bytes. A view has the same elements under the strides returned.
+    all strides of a tensor without elements; a TMA descriptor holds it all the same, in 40 bits
+    and as a multiple of 16 bytes. A view has the same elements under the strides returned.
     """
     if spec.kind is not Kind.VIEW:
         return None
@@ -162,7 +166,8 @@ def restride(spec: TensorSpec, tensor: torch.Tensor) -> tuple[int, ...] | None:
     odd = [
         dim
         for dim in range(len(shape) - spec.packed)
-        if shape[dim] == 1 and strides[dim] % spec.stride_divisor != 0
+        if shape[dim] == 1
+        and (strides[dim] % spec.stride_divisor != 0 or strides[dim] >= _LONGEST_STRIDE)
     ]
     for dim in odd:
         strides[dim] = math.prod(shape[dim + 1 :])

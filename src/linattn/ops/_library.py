@@ -7,10 +7,14 @@ functions in front add what a schema cannot say (an absent result, an argument h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+
+from linattn.errors import value_error
 
 NAMESPACE = "linattn"
 
@@ -38,3 +42,36 @@ def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> 
     for key in _KEYS:
         _LIBRARY.impl(name, run, key)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
+
+
+_mode: Any = torch._C._get_dispatch_mode  # untyped
+_PROXY: Any = torch._C._TorchDispatchModeKey.PROXY
+_tracing: Any = torch._C._get_tracing_state
+_unpack_dual: Any = forward_ad.unpack_dual
+
+
+def eager() -> bool:
+    """Whether a call may run without the dispatcher, because nobody records or derives it.
+
+    A graph recorded from the direct path would hold the allocations of the results and not what
+    fills them.
+    """
+    return not (
+        is_compiling()
+        or _mode(_PROXY) is not None
+        or _tracing() is not None
+        or forward_ad._current_level >= 0
+    )
+
+
+def no_tangent(tensors: Sequence[tuple[str, torch.Tensor | None]]) -> None:
+    """Refuse tensors that carry a forward-mode derivative, which would be lost without a word.
+
+    Raises:
+        ValueError: a dual tensor.
+    """
+    if forward_ad._current_level < 0:
+        return
+    for name, tensor in tensors:
+        if tensor is not None and _unpack_dual(tensor).tangent is not None:
+            raise value_error(name, "a dual tensor", "one without a tangent (no derivative exists)")

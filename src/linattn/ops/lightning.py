@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from linattn.errors import type_error, value_error
@@ -91,7 +90,7 @@ def lightning_attn_fwd(
         and (type(decay) is Tensor or type(decay) is Parameter)
         and (out is None or type(out) is Tensor)
         and (initial_state is None or type(initial_state) is Tensor)
-        and not is_compiling()
+        and _library.eager()
     ):
         return run(
             q, k, v, decay, scale, initial_state, output_final_state, chunk_size, segments, out
@@ -251,7 +250,7 @@ def run(
             final = empty(plan.state_shape, STATE, plan.device) if output_final_state else None
             tensors = q, k, v, decay, scale, initial_state, final
             return issue(launcher, plan, function, *tensors, plan.packing, out), final
-        except Exception:
+        except (TypeError, ValueError):  # what compiled functions refuse arguments with
             if not trusting:
                 raise
     rest = scale, initial_state, output_final_state, chunk_size, segments, out
@@ -479,6 +478,7 @@ def _dispatched(
             spec = LIGHTNING_FIXED[name]
             raise type_error(spec.label, type(tensor).__name__, f"a tensor {spec.shape_text}")
     scale = _scalars(scale, output_final_state, chunk_size, segments)
+    _library.no_tangent((("q", q), ("k", k), ("v", v), ("initial_state", initial_state)))
     if is_grad_enabled():
         _refuse_grad(q, k, v, initial_state, out)
     decay = decay.detach()

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from linattn.errors import type_error, value_error
@@ -98,7 +97,7 @@ def lightning_attn_fwd_varlen(
         and (initial_state_indices is None or type(initial_state_indices) is Tensor)
         and (has_initial_state is None or type(has_initial_state) is Tensor)
         and (out is None or type(out) is Tensor)
-        and not is_compiling()
+        and _library.eager()
     ):
         # fmt: off
         return run(
@@ -232,7 +231,7 @@ def run(
             )
             # fmt: on
             return o, state
-        except Exception:
+        except (TypeError, ValueError):  # what compiled functions refuse arguments with
             if not trusting:
                 raise
     rest = chunk_size, persistent, has_initial, segments, out
@@ -376,6 +375,7 @@ def _dispatched(
             spec = LIGHTNING_PACKED[name]
             raise type_error(spec.label, type(tensor).__name__, f"a tensor {spec.shape_text}")
     scale = _scalars(scale, persistent, chunk_size, segments)
+    _library.no_tangent((("q", q), ("k", k), ("v", v), ("state_pool", state_pool)))
     if is_grad_enabled():
         _refuse_grad(q, k, v, state_pool, out)
     decay = decay.detach()
