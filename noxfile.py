@@ -15,6 +15,9 @@ import nox
 
 ROOT = Path(__file__).parent
 EVIDENCE = ROOT / "conformance" / "evidence"
+# The recorded run counted these two as passed on a machine without compute-sanitizer; their tests
+# skip there by now. Away with the entry once a run that had the tool is recorded.
+UNPROVEN = ("LA-74", "LA-75")
 GPU_ENVIRONMENTS = {"9.0": "sm90", "10.0": "sm100", "10.3": "sm100"}
 
 nox.options.default_venv_backend = "none"
@@ -81,7 +84,8 @@ def evidence(session: nox.Session) -> None:
     runs = sorted(map(str, EVIDENCE.glob("*/*.json")))
     if not runs:
         session.error(f"evidence: no run in {EVIDENCE.relative_to(ROOT)}")
-    merge(session, "--into", "README.md", *session.posargs, *runs)
+    unproven = [f"--leave-out={claim}" for claim in UNPROVEN]
+    merge(session, "--into", "README.md", *unproven, *session.posargs, *runs)
 
 
 @nox.session

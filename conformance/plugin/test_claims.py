@@ -488,6 +488,19 @@ def test_merge_into_a_document(tmp_path: Path) -> None:
     assert "old" not in text
 
 
+def test_merge_names_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = run_file(tmp_path, "gpu", G1="verified", G2="verified")
+    assert claims.main(["merge", "--leave-out=G2", file]) == 0
+    text = capsys.readouterr().out
+    assert "| G1 |" in text
+    assert "| G2 |" not in text
+    assert text.endswith("\nLeft out, proven by none of these runs: G2.\n")
+    with pytest.raises(SystemExit) as stop:
+        claims.main(["merge", "--leave-out=G3", file])
+    assert stop.value.code == 2
+    assert "--leave-out G3: no run has that claim" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("document", "content", "told"),
     [

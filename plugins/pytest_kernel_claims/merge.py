@@ -83,6 +83,16 @@ def _unproven(across: list[Column], texts: dict[str, str], needing: set[str]) ->
         yield f"\nVerified nowhere: {', '.join(nowhere)}."
 
 
+def leave_out(runs: list[dict[str, Any]], keys: Iterable[str]) -> None:
+    """Take claims out of ``runs``. Raises ValueError for one that no run has."""
+    for key in keys:
+        having = [run for run in runs if key in run["claims"]]
+        if not having:
+            raise ValueError(f"--leave-out {key}: no run has that claim")
+        for run in having:
+            del run["claims"][key]
+
+
 def _row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
@@ -121,6 +131,13 @@ def add_command(commands: Any) -> None:
     """Add ``merge`` to the command line of ``claims``."""
     command = commands.add_parser("merge", help="claims x GPUs as a Markdown table")
     command.add_argument("files", nargs="+", metavar="CLAIMS.json")
+    command.add_argument(
+        "--leave-out",
+        action="append",
+        default=[],
+        metavar="CLAIM",
+        help="a claim that the runs do not prove; named under the table (repeatable)",
+    )
     command.add_argument("--into", metavar="FILE", help=f"replace the text after {BEGIN}")
     command.add_argument("--check", action="store_true", help="with --into: only compare")
     command.set_defaults(run=run)
@@ -130,7 +147,12 @@ def run(options: argparse.Namespace) -> int:
     """Returns 0, or 1 when ``--check`` finds the document out of date. Raises ValueError."""
     if options.check and not options.into:
         raise ValueError("--check needs --into")
-    text = matrix([load(path) for path in options.files])
+    runs = [load(path) for path in options.files]
+    leave_out(runs, options.leave_out)
+    text = matrix(runs)
+    if options.leave_out:
+        left_out = ", ".join(sorted(options.leave_out))
+        text += f"\nLeft out, proven by none of these runs: {left_out}.\n"
     if options.into:
         return _update(Path(options.into), text, options.check)
     print(text, end="")

@@ -51,9 +51,9 @@ def lightning_attn_fwd_varlen(
         decay: slopes a token, at least 0, f32: ``[HV]``, or ``[H]`` for all value heads of a
             query/key head.
         cu_seqlens: ``[N + 1]`` int32 or int64 on the device, contiguous. The first may be above 0
-            and the last below ``T``: rows outside every sequence are neither read nor written. The
-            device clamps offsets to ``[0, T]`` and a negative length to 0. A sequence of length 0
-            hands its state on.
+            and the last below ``T``: rows outside every sequence never matter and are not written.
+            The device clamps offsets to ``[0, T]`` and a negative length to 0. A sequence of length
+            0 hands its state on.
         scale: finite Python number; multiplies the output only.
         state_pool: ``[P, HV, 128, 128]`` f32 as ``[V, K]``, the last two dimensions contiguous, the
             other strides multiples of 16 bytes; read, and updated in place. Slots that no sequence
