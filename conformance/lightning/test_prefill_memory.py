@@ -116,3 +116,23 @@ def test_no_batch(device: torch.device) -> None:
     o, state = run(problem(device, 5, 0, 1, 2, initial=True))
     assert o.shape == (0, 5, 2, 128)
     assert state.shape == (0, 2, 128, 128)
+
+
+@pytest.mark.claim(
+    "LA-19", "a NaN of v reaches its column, from its own chunk on, and nothing else"
+)
+@pytest.mark.bitwise
+@pytest.mark.parametrize("token", [0, 63, 64, 70, 127])
+def test_reach_of_a_nan(token: int, device: torch.device, assert_bitwise: Any) -> None:
+    """Of a chunk all rows: they are one product, in which 0 * NaN is NaN above the diagonal too."""
+    clean = problem(device, 130, 2, 2, initial=True)
+    v = clean.v.clone()
+    v[0, token, 0, 5] = float("nan")
+    dirty = Problem(clean.q, clean.k, v, clean.decay, 1.0, clean.initial_state)
+    (o, state), (want_o, want_state) = run(dirty), run(clean)
+    first = token // 64 * 64
+    assert o[0, first:, 0, 5].isnan().all()
+    assert state[0, 0, 5].isnan().all()
+    o[0, first:, 0, 5] = want_o[0, first:, 0, 5]
+    state[0, 0, 5] = want_state[0, 0, 5]
+    assert_bitwise((o, state), (want_o, want_state), "o state")
