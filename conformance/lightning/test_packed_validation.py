@@ -227,6 +227,16 @@ def test_warm_calls_are_checked_though_the_function_checks(name: str) -> None:
 
 
 @REFUSED
+@pytest.mark.parametrize("name", ["q", "k", "v", "decay", "state_pool", "out", "cu_seqlens"])
+def test_negative_views_are_refused(name: str, host: HostLauncher) -> None:
+    """Their memory holds other values than they show."""
+    negative = torch._neg_view(arguments()[name])
+    with pytest.raises(ValueError, match=f"{name}: got a negative view, expected .*resolve_neg"):
+        call(**{name: negative})
+    assert not host.launches
+
+
+@REFUSED
 def test_host_tensors_are_refused_by_name() -> None:
     """Tensors on the CPU, one by one, where those of another device are expected."""
     on_device = {

@@ -40,6 +40,11 @@ def state(batch: int = B, count: int = HV) -> torch.Tensor:
     return torch.zeros(batch, count, D, D)
 
 
+def conjugate_part() -> torch.Tensor:
+    """Slopes 0.5 as a user gets a negative view of them: their memory holds -0.5."""
+    return torch.full((HV,), -0.5j).conj().imag
+
+
 def arguments(**changes: Any) -> dict[str, Any]:
     """A legal call with grouped heads, both states and an out, some of it replaced."""
     legal = {
@@ -137,9 +142,20 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         ValueError,
         "out: .*every element has its own address",
     ),
+    "decay-negative": (lambda: {"decay": conjugate_part()}, ValueError, "decay: got a negative vi"),
+    **{
+        f"{name}-negative": (
+            lambda name=name: {name: torch._neg_view(arguments()[name])},
+            ValueError,
+            f"{name}: got a negative view, expected .*resolve_neg",
+        )
+        for name in ("q", "k", "v", "initial_state", "out")
+    },
     # Scalars
     "scale-nan": (lambda: {"scale": math.nan}, ValueError, "scale: got nan, expected a finite"),
     "scale-inf": (lambda: {"scale": math.inf}, ValueError, "scale: got inf"),
+    "scale-f64": (lambda: {"scale": 3.5e38}, ValueError, r"scale: got 3.5e\+38, .*at most 3.403e"),
+    "scale-long": (lambda: {"scale": 10**400}, ValueError, "scale: got an int beyond float32"),
     "scale-tensor": (lambda: {"scale": torch.ones(())}, TypeError, "scale: .*read from the device"),
     "scale-bool": (lambda: {"scale": True}, TypeError, r"scale: got True \(bool\)"),
     "scale-text": (lambda: {"scale": "1"}, TypeError, "scale: .*a finite Python number"),
@@ -239,6 +255,21 @@ def test_grad_is_refused_only_in_grad_mode_and_slopes_may_be_parameters(host: Ho
     assert not host.launches[0][4].requires_grad
     with torch.no_grad():
         linattn.lightning_attn_fwd(**arguments(q=heads().requires_grad_()))
+    assert len(host.launches) == 2
+
+
+@REFUSED
+def test_a_negative_view_at_a_known_address(host: HostLauncher) -> None:
+    """Torch keeps the sign of the imaginary part of a conjugate in a bit, beside its memory."""
+    pairs = torch.full((HV,), 0.5j)
+    given = arguments(decay=pairs.imag)
+    linattn.lightning_attn_fwd(**given)
+    given["decay"] = pairs.conj().imag
+    assert given["decay"].data_ptr() == pairs.imag.data_ptr()
+    with pytest.raises(ValueError, match="decay: got a negative view"):
+        linattn.lightning_attn_fwd(**given)
+    given["decay"] = given["decay"].resolve_neg()
+    linattn.lightning_attn_fwd(**given)
     assert len(host.launches) == 2
 
 

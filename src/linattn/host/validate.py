@@ -189,13 +189,27 @@ def aligned(spec: TensorSpec, tensor: torch.Tensor) -> None:
         )
 
 
+def plain(spec: TensorSpec, tensor: torch.Tensor) -> None:
+    """Refuse a tensor whose memory does not hold its values.
+
+    Raises:
+        ValueError: such as the imaginary part of a conjugate, which torch negates on reading.
+    """
+    if tensor.is_neg():
+        raise value_error(spec.label, "a negative view", "a tensor as it is: x.resolve_neg()")
+
+
+LARGEST_SCALE = torch.finfo(torch.float32).max
+"""Kernels take the scale as float32."""
+
+
 def scalar(name: str, value: Any) -> float:
-    """A finite Python number (or numpy number) as a float.
+    """A Python number (or numpy number) that is finite in float32, as a float.
 
     Raises:
         TypeError: a tensor, whose value would have to be read from the device, a bool, or anything
             else that is no real number.
-        ValueError: infinite or NaN.
+        ValueError: infinite or NaN, or beyond float32.
     """
     expected = "a finite Python number"
     if isinstance(value, torch.SymFloat):
@@ -205,9 +219,14 @@ def scalar(name: str, value: Any) -> float:
         raise type_error(name, "a tensor", expected)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise type_error(name, f"{value!r} ({type(value).__name__})", expected)
-    number = float(value)
-    if not -math.inf < number < math.inf:  # torch.compile can trace this, and not isfinite
-        raise value_error(name, value, expected)
+    # torch.compile can trace comparisons, and not isfinite.
+    try:
+        number = float(value)
+    except OverflowError:  # of a long int
+        number = math.inf
+    if not -LARGEST_SCALE <= number <= LARGEST_SCALE:
+        got = "an int beyond float32" if isinstance(value, numbers.Integral) else value
+        raise value_error(name, got, f"{expected}, at most {LARGEST_SCALE:.4g}")
     return number
 
 

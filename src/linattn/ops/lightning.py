@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import isfinite
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.nn import Parameter
 from linattn.errors import type_error, value_error
 from linattn.host import checked, dispatch, launch, validate
 from linattn.host.signature import LIGHTNING_FIXED, Signature, TensorSpec
+from linattn.host.validate import LARGEST_SCALE
 from linattn.ops import _library
 
 NAME = "lightning_attn_fwd"
@@ -192,7 +192,7 @@ def run(
     """
     if (
         type(scale) is not float
-        or not isfinite(scale)
+        or not -LARGEST_SCALE <= scale <= LARGEST_SCALE
         or type(chunk_size) is not int
         or chunk_size != CHUNK
         or type(segments) is not int
@@ -279,7 +279,9 @@ def issue(
         *(q.data_ptr(), k.data_ptr(), v.data_ptr(), decay.data_ptr(), initial_at),
         *(0 if out is None else out.data_ptr(), packing),
     )
-    if addresses not in plan.known:
+    # The other tensors have no negative view at a known address, short of a private function:
+    # torch makes them from complex numbers, so they are f32 and every other element.
+    if addresses not in plan.known or decay.is_neg():
         named = present(q, k, v, decay, initial, out)
         _check_addresses(plan, named | index_vectors(*vectors) if vectors else named)
         remember(plan.known, addresses)
@@ -410,12 +412,14 @@ def _refuse_grad(
 
 
 def _check_addresses(plan: CallPlan, tensors: dict[str, Tensor]) -> None:
-    """Refuse tensors that are not aligned, or of which one is written in the memory of another."""
+    """Refuse tensors that are misaligned, negative, or written in the memory of another."""
     places = {}
     for name, tensor in tensors.items():
         spec, at = plan.signature[name], tensor.data_ptr()
         if at % spec.alignment:
             validate.aligned(spec, tensor)
+        if tensor.is_neg():
+            validate.plain(spec, tensor)
         places[name] = (at, at + plan.spans[name])
     for name in ("o", "initial_state") if plan.updates_states else ("o",):
         at, end = places.get(name, (0, 0))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import isfinite
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.nn import Parameter
 from linattn.errors import type_error, value_error
 from linattn.host import checked, dispatch, launch, validate
 from linattn.host.signature import LIGHTNING_PACKED
+from linattn.host.validate import LARGEST_SCALE
 from linattn.ops import _library, lightning
 from linattn.ops.lightning import CHUNK, HEAD_DIM, OUT, STATE, CallPlan, empty
 
@@ -161,7 +161,7 @@ def run(
     """
     if (
         type(scale) is not float
-        or not isfinite(scale)
+        or not -LARGEST_SCALE <= scale <= LARGEST_SCALE
         or type(chunk_size) is not int
         or chunk_size != CHUNK
         or type(segments) is not int
