@@ -13,8 +13,8 @@ import torch
 from linattn.host import validate
 from linattn.host.arch import Arch
 from linattn.host.launch import Launcher
-from linattn.host.signature import SIGNATURES, Kind
-from linattn.reference import lightning_recurrent
+from linattn.host.signature import SIGNATURES, Access
+from linattn.reference import lightning_packed, lightning_recurrent
 
 HEAD_DIM = 128
 
@@ -44,19 +44,41 @@ class ReferenceLauncher(HostLauncher):
     """Computes on the CPU what the kernel would, from the kernel's own arguments."""
 
     def function(self, operator: str, arch: Arch, config: Any) -> Callable[..., Any]:
+        signature = SIGNATURES[operator]
+
         def launch(*arguments: Any) -> None:
             self.launches.append(arguments)
-            q, k, v, o, decay, initial_at, *strides = arguments
-            initial_b, initial_h, final_at, final_b, final_h = strides[:5]
+            found = {access.spec.name: _tensor(access) for access in signature.accesses(arguments)}
+            inputs = [found[name] for name in ("q", "k", "v", "decay")]
             scale = arguments[-1]
-            shape = (v.shape[0], v.shape[2], HEAD_DIM, HEAD_DIM)
-            initial = _state(initial_at, shape, initial_b, initial_h) if initial_at else None
-            result, final = lightning_recurrent(q, k, v, decay, scale, initial)
-            o.copy_(result)
-            if final_at:
-                _state(final_at, shape, final_b, final_h).copy_(final)
+            if "cu_seqlens" in found:
+                _launch_packed(found, inputs, scale)
+                return
+            result, final = lightning_recurrent(*inputs, scale, found.get("initial_state"))
+            found["o"].copy_(result)
+            if "final_state" in found:
+                found["final_state"].copy_(final)
 
         return launch
+
+
+def _launch_packed(
+    found: dict[str, torch.Tensor], inputs: list[torch.Tensor], scale: float
+) -> None:
+    """What a launch of packed sequences leaves in its output and its states."""
+    o, final = found["o"], found.get("final_state")
+    slots = found["slots"].tolist() if "slots" in found else None
+    known = found["has_initial"].tolist() if "has_initial" in found else None
+    if final is None:  # a pool without slots
+        final = torch.zeros(0, o.shape[2], HEAD_DIM, HEAD_DIM)
+    if "initial_state" not in found:
+        known = [False] * (len(found["cu_seqlens"]) - 1)
+    result, states = lightning_packed(
+        *(lightning_recurrent, *inputs, found["cu_seqlens"].tolist(), scale),
+        *(final, slots, known, o),
+    )
+    o.copy_(result)
+    final.copy_(states)
 
 
 class CheckingLauncher(ReferenceLauncher):
@@ -67,7 +89,7 @@ class CheckingLauncher(ReferenceLauncher):
     def function(self, operator: str, arch: Arch, config: Any) -> Callable[..., Any]:
         launch = super().function(operator, arch, config)
         signature = SIGNATURES[operator]
-        names = [spec.name for spec in signature.tensors if spec.kind is not Kind.STATE]
+        names = [spec.name for spec in signature.tensors if not spec.by_address]
 
         def checked(*arguments: Any) -> None:
             tensors = dict(zip(names, arguments))
@@ -84,11 +106,18 @@ class CheckingLauncher(ReferenceLauncher):
         return checked
 
 
-def _state(address: int, shape: tuple[int, ...], stride_b: int, stride_h: int) -> torch.Tensor:
-    """The f32 state that a kernel finds at an address."""
-    count = (shape[0] - 1) * stride_b + (shape[1] - 1) * stride_h + HEAD_DIM * HEAD_DIM
-    memory = torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32)
-    return memory.as_strided(shape, (stride_b, stride_h, HEAD_DIM, 1))
+def _tensor(access: Access) -> torch.Tensor:
+    """The tensor that a kernel finds at an address."""
+    dtype = access.spec.element.torch
+    if access.itemsize != access.spec.element.itemsize:
+        dtype = torch.int64
+    if 0 in access.shape:
+        return torch.empty(access.shape, dtype=dtype)
+    steps = zip(access.shape, access.strides)
+    count = 1 + sum((size - 1) * stride for size, stride in steps)
+    memory = (ctypes.c_uint8 * (count * access.itemsize)).from_address(access.address)
+    flat = torch.frombuffer(memory, dtype=dtype)
+    return flat.as_strided(access.shape, access.strides)
 
 
 @dataclass(frozen=True)

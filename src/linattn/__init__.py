@@ -7,16 +7,19 @@ the cache, when an operator first needs them.
 from linattn.errors import CacheWarning, UnsupportedArchitecture
 from linattn.host.arch import Arch
 from linattn.host.cache import compile_count
+from linattn.host.checked import checked
 from linattn.host.dispatch import Plan, explain
-from linattn.ops import lightning_attn_fwd, warm_up
+from linattn.ops import lightning_attn_fwd, lightning_attn_fwd_varlen, warm_up
 
 __all__ = [
     "Arch",
     "CacheWarning",
     "Plan",
     "UnsupportedArchitecture",
+    "checked",
     "compile_count",
     "explain",
     "lightning_attn_fwd",
+    "lightning_attn_fwd_varlen",
     "warm_up",
 ]

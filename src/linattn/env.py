@@ -49,6 +49,12 @@ VARIABLES: dict[str, Variable] = {
             _path,
         ),
         Variable(
+            "LINATTN_CHECKED",
+            "1: calls read offsets, indices and slopes on the host and refuse bad contents",
+            "0",
+            _flag,
+        ),
+        Variable(
             "CUTE_DSL_LINEINFO",
             "the compiler's own: machine code that names source lines, which is other machine code",
             "0",
@@ -70,6 +76,12 @@ def cache_dir() -> Path:
     """Root folder of the kernel cache."""
     path: Path = read("LINATTN_CACHE_DIR")
     return path
+
+
+def checked() -> bool:
+    """Whether the environment asks for checked mode."""
+    on: bool = read("LINATTN_CHECKED")
+    return on
 
 
 def line_info() -> bool:

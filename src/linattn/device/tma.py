@@ -1,5 +1,6 @@
 """Tensor Memory Accelerator: views of strided tensors as tiles, and their partitions."""
 
+import cutlass
 from cutlass import Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
@@ -14,6 +15,24 @@ def tile_atom(op, tensor: cute.Tensor, modes: tuple, smem_tile, tiler: tuple):
     """
     view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=list(modes)))
     return cpasync.make_tiled_tma_atom(op, view, smem_tile, tiler)
+
+
+@cute.jit
+def describable(tensor: cute.Tensor, spare: Int64) -> cute.Tensor:
+    """``tensor`` [B, T, H, D], or where T is 0 a row at the address ``spare`` that stands in.
+
+    A descriptor has neither an extent of 0 nor an address of 0, which is that of an empty tensor.
+    The row is never named, because no sequence has a token then.
+    """
+    batch, tokens, heads, width = tensor.shape
+    address = tensor.iterator.toint()
+    if tokens == 0:
+        address = spare
+    pointer = cute.make_ptr(
+        tensor.element_type, address, AddressSpace.gmem, assumed_align=tensor.iterator.alignment
+    )
+    shape = (batch, cutlass.max(tokens, 1), heads, width)
+    return cute.make_tensor(pointer, cute.make_layout(shape, stride=tensor.stride))
 
 
 def ragged_store_atom(op, tensor: cute.Tensor, smem_tile, tiler: tuple):

@@ -67,7 +67,9 @@ def fake_arguments(signature: Signature) -> list[Any]:
 
     arguments: list[Any] = []
     for spec in signature.tensors:
-        if spec.kind is Kind.STATE:
+        if spec.kind is Kind.NUMBERS:
+            arguments += [cutlass.Int64(0), cutlass.Int32(0)]
+        elif spec.by_address:
             arguments += [cutlass.Int64(0) for _ in spec.arguments]
         else:
             arguments.append(tensor(spec))

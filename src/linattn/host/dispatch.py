@@ -16,7 +16,10 @@ from linattn.host.arch import FAMILIES, Arch, ArchLike
 from linattn.kernels.lightning_prefill import config as lightning_prefill
 
 Shapes = Mapping[str, int]
-"""Sizes by the letter that the documentation uses: ``B``, ``T``, ``H``, ``HV``."""
+"""Sizes by the letter that the documentation uses: ``B``, ``T``, ``N``, ``H``, ``HV``; switches, 0
+or 1, by a name in small letters."""
+
+INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -80,19 +83,43 @@ class Plan:
     reason: str
 
 
+PERSISTENT_ROUNDS = 12
+"""Units of work a multiprocessor beyond which a packed grid is persistent."""
+
+
+def _prefill_heads(shapes: Shapes) -> int:
+    """Value heads over all sequences, packed (``N``) or of one length (``B``)."""
+    return shapes["N" if "N" in shapes else "B"] * shapes["HV"]
+
+
 def _prefill_config(shapes: Shapes, multiprocessors: int) -> Any:
     """Two CTAs a head while they fit the GPU at once.
 
     Beyond that one is cheaper: it computes P once and reads Q and K once.
     """
     two = lightning_prefill.TWO_CTAS_A_HEAD
-    if shapes["B"] * shapes["HV"] * two.splits <= multiprocessors:
+    if _prefill_heads(shapes) * two.splits <= multiprocessors:
         return two
     return lightning_prefill.ONE_CTA_A_HEAD
 
 
 def _prefill_grid(config: Any, shapes: Shapes, multiprocessors: int) -> tuple[int, int, int]:
-    return (min(config.splits * shapes["HV"] * shapes["B"], multiprocessors), 1, 1)
+    """A CTA a unit of work, or one a multiprocessor that takes every so-many-th unit.
+
+    Equal units are persistent. Packed ones differ: while each multiprocessor gets few of them, the
+    hardware, which gives the next unit to whichever is free, balances better than a fixed stride;
+    with many, longest first, any order is balanced and the start of a CTA is what costs.
+    """
+    units = config.splits * _prefill_heads(shapes)
+    if units > INT32_MAX:
+        name = "N" if "N" in shapes else "B"
+        got = f"{name} * HV = {_prefill_heads(shapes)}"
+        raise value_error(f"{name} * HV", got, f"at most {INT32_MAX // config.splits}")
+    if "N" not in shapes or (
+        shapes.get("persistent", 1) and units > PERSISTENT_ROUNDS * multiprocessors
+    ):
+        return (min(units, multiprocessors), 1, 1)
+    return (units, 1, 1)
 
 
 TABLE: dict[tuple[str, str], Kernel] = {
@@ -112,6 +139,7 @@ MISSING: dict[tuple[str, str], str] = {
 
 FUNCTIONS: dict[str, Function] = {
     "lightning_attn_fwd": Function("lightning_prefill", ("B", "T", "H"), (("HV", "H"),)),
+    "lightning_attn_fwd_varlen": Function("lightning_prefill", ("N", "T", "H"), (("HV", "H"),)),
 }
 """Every public function, by name."""
 
@@ -200,7 +228,10 @@ def select(
     """
     pieces = segments_of(segments)
     kernel = kernel_of(operator, arch)
-    empty = [f"{name} == 0" for name, size in shapes.items() if size == 0]
+    sizes = {name: size for name, size in shapes.items() if name.isupper()}
+    empty = [f"{name} == 0" for name, size in sizes.items() if size == 0]
+    if "N" in sizes and empty == ["T == 0"]:
+        empty = []  # packed sequences without a token still hand their states on
     if empty:
         reason = f"nothing is launched: {', '.join(empty)}"
         return Plan(operator, arch, kernel.module, None, (0, 0, 0), pieces, reason)
@@ -208,8 +239,8 @@ def select(
     grid = kernel.grid(config, shapes, multiprocessors)
     reason = (
         f"{arch} is served by {kernel.path}; its configuration {config.name()} suits "
-        f"{', '.join(f'{name} = {size}' for name, size in shapes.items())} "
-        f"on {multiprocessors} multiprocessors"
+        f"{', '.join(f'{name} = {size}' for name, size in sizes.items())} "
+        f"on {multiprocessors} multiprocessors, as {grid[0]} CTAs"
     )
     return Plan(operator, arch, kernel.module, config, grid, pieces, reason)
 
@@ -220,6 +251,7 @@ def explain(
     arch: ArchLike | None = None,
     multiprocessors: int | None = None,
     segments: int | str = 1,
+    persistent: bool = True,
     **shapes: int,
 ) -> Plan:
     """Which kernel, configuration and grid a call would get, and why. Launches nothing.
@@ -230,11 +262,12 @@ def explain(
         multiprocessors: of the GPU; by default those of the current device, or of an H200 where
             ``arch`` is given.
         segments: as the function's argument.
+        persistent: as the argument of ``lightning_attn_fwd_varlen``; nothing to other functions.
         shapes: the sizes of the problem by letter, such as ``B=1, T=4096, H=64``; ``HV`` is ``H``
-            by default.
+            by default. Packed functions take ``N``, and ``T`` in total.
 
     Raises:
-        TypeError: a letter that is missing, unknown or no int.
+        TypeError: a letter that is missing, unknown or no int; ``persistent`` that is no bool.
         ValueError: an unknown operator, a negative size, ``HV`` no multiple of ``H``.
         RuntimeError: no ``arch`` was given and there is no device to ask.
         UnsupportedArchitecture, NotImplementedError: the call itself would raise that, too.
@@ -242,6 +275,11 @@ def explain(
     name, operator = operator_of(op)
     sizes = _sizes(name, FUNCTIONS[name], shapes)
     known, processors = _known_device(arch)
+    if type(persistent) is not bool:
+        raise type_error(
+            "persistent", f"{persistent!r} ({type(persistent).__name__})", "True or False"
+        )
+    sizes["persistent"] = int(persistent)
     return select(operator, known, sizes, segments, multiprocessors or processors)
 
 

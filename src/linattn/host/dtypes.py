@@ -27,5 +27,6 @@ DTYPES: dict[str, DType] = {
     "f32": DType(torch.float32, "Float32", 4),
     "i32": DType(torch.int32, "Int32", 4),
     "i64": DType(torch.int64, "Int64", 8),
+    "bool": DType(torch.bool, "Boolean", 1),
 }
 """Every element type that a signature may name."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from linattn.errors import type_error, value_error
-from linattn.host.signature import Kind, Signature, TensorSpec
+from linattn.host.signature import Kind, Signature, TensorSpec, symbol
 
 Tensors = Mapping[str, "torch.Tensor | None"]
 
@@ -56,8 +56,9 @@ def check(
     for spec, tensor in present:
         accepts(spec.label, tensor)
     for spec, tensor in present:
-        if tensor.dtype is not spec.element.torch:
-            raise type_error(spec.label, tensor.dtype, str(spec.element.torch))
+        taken = [element.torch for element in spec.elements]
+        if tensor.dtype not in taken:
+            raise type_error(spec.label, tensor.dtype, " or ".join(str(one) for one in taken))
     for spec, tensor in present:
         _bind(signature, spec, tensor, sizes, owner)
         _relate(signature, sizes, owner)
@@ -92,21 +93,25 @@ def _bind(
             wrong = size != dim
         elif dim in choices:
             wrong = all(size != sizes[option] for option in choices[dim])
-        elif dim in sizes:
-            wrong = size != sizes[dim]
         else:
-            sizes[dim], owner[dim] = size, spec.label
+            name, more = symbol(dim)
+            if name in sizes:
+                wrong = size - more != sizes[name]
+            elif size < more:
+                wrong = True
+            else:
+                sizes[name], owner[name] = size - more, spec.label
     if not wrong:
         return
     named = []
     for dim in spec.dims:
-        for symbol in choices.get(dim, (dim,)) if isinstance(dim, str) else ():
-            if symbol in sizes and owner[symbol] != spec.label:
-                named.append(f"{symbol} = {sizes[symbol]} from {owner[symbol]}")
+        for name in choices.get(dim, (symbol(dim)[0],)) if isinstance(dim, str) else ():
+            if name in sizes and owner[name] != spec.label:
+                named.append(f"{name} = {sizes[name]} from {owner[name]}")
     text = spec.shape_text
-    for symbol, options in choices.items():
-        if symbol in spec.dims:
-            text = " or ".join(text.replace(symbol, option) for option in options)
+    for name, options in choices.items():
+        if name in spec.dims:
+            text = " or ".join(text.replace(name, option) for option in options)
     known = f" with {', '.join(named)}" if named else ""
     raise value_error(spec.label, f"shape {list(shape)}", text + known)
 
@@ -145,13 +150,15 @@ def _strides(spec: TensorSpec, tensor: torch.Tensor) -> None:
 def restride(spec: TensorSpec, tensor: torch.Tensor) -> tuple[int, ...] | None:
     """Strides under which a view can be handed to its kernel, or None where its own will do.
 
-    The stride of a size-1 dimension reaches no element, so torch lets it be anything; a TMA
-    descriptor holds it all the same and needs a multiple of 16 bytes. A view has the same elements
-    under the strides returned.
+    The stride of a size-1 dimension reaches no element, so torch lets it be anything, as it lets
+    all strides of a tensor without elements; a TMA descriptor holds it all the same and needs a
+    multiple of 16 bytes. A view has the same elements under the strides returned.
     """
     if spec.kind is not Kind.VIEW:
         return None
     shape, strides = tensor.shape, list(tensor.stride())
+    if 0 in shape:
+        return tuple(math.prod(max(n, 1) for n in shape[dim + 1 :]) for dim in range(len(shape)))
     odd = [
         dim
         for dim in range(len(shape) - spec.packed)

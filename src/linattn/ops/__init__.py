@@ -8,13 +8,15 @@ from typing import Any
 import torch
 
 from linattn.host import dispatch, launch
-from linattn.ops import lightning
+from linattn.ops import lightning, lightning_varlen
 from linattn.ops.lightning import lightning_attn_fwd
+from linattn.ops.lightning_varlen import lightning_attn_fwd_varlen
 
-__all__ = ["lightning_attn_fwd", "warm_up"]
+__all__ = ["lightning_attn_fwd", "lightning_attn_fwd_varlen", "warm_up"]
 
 _WARM: dict[str, Callable[[Callable[..., Any], torch.device], None]] = {
     lightning.NAME: lightning.warm,
+    lightning_varlen.NAME: lightning.warm,
 }
 
 

@@ -12,23 +12,22 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from linattn.errors import type_error, value_error
-from linattn.host import dispatch, launch, validate
-from linattn.host.signature import LIGHTNING_PREFILL, TensorSpec
+from linattn.host import checked, dispatch, launch, validate
+from linattn.host.signature import LIGHTNING_FIXED, Signature, TensorSpec
 from linattn.ops import _library
 
 NAME = "lightning_attn_fwd"
 CHUNK = 64
 HEAD_DIM = 128
 
-_OPERATOR = LIGHTNING_PREFILL.operator
-_VIEWS: tuple[TensorSpec, ...] = tuple(LIGHTNING_PREFILL[name] for name in "qkvo")
-_STATE = LIGHTNING_PREFILL["initial_state"]
-_OUT = LIGHTNING_PREFILL["o"]
+STATE = LIGHTNING_FIXED["initial_state"]
+OUT = LIGHTNING_FIXED["o"]
+_VIEWS: tuple[TensorSpec, ...] = tuple(LIGHTNING_FIXED[name] for name in "qkvo")
 
 NOT_PACKED = (0, 0, 0, 0, 0)
 """Arguments of a launch for ``cu_seqlens``, slots and ``has_initial`` that are absent."""
 
-_ALIGNMENT_MASK = _OUT.alignment - 1
+_ALIGNMENT_MASK = OUT.alignment - 1
 _MAX_KNOWN_GAPS = 256
 
 
@@ -107,6 +106,8 @@ class CallPlan:
     """What one combination of shapes, strides, dtypes and devices needs at every call.
 
     Attributes:
+        name: the public function.
+        signature: of the public function.
         function: the compiled function; None where nothing is launched.
         device: device of every tensor.
         out_shape, state_shape: shapes of the results.
@@ -116,7 +117,7 @@ class CallPlan:
             of the final one.
         packing: what a launch says of sequences: no index vectors, the batch, and the grid.
         views: strides to pass q, k, v and out under, where their own will not do; else None.
-        known_gaps: (input, its distance from out) pairs that were found to share no byte.
+        known_gaps: (one, another, the distance between them) of tensors found to share no byte.
     """
 
     __slots__ = (
@@ -125,10 +126,12 @@ class CallPlan:
         "function",
         "k_span",
         "known_gaps",
+        "name",
         "out_shape",
         "out_span",
         "packing",
         "q_span",
+        "signature",
         "state_shape",
         "state_span",
         "state_strides",
@@ -138,22 +141,25 @@ class CallPlan:
 
     def __init__(
         self,
+        name: str,
+        signature: Signature,
         function: Callable[..., Any] | None,
-        ctas: int,
-        sizes: dict[str, int],
         tensors: dict[str, Tensor],
+        states: int,
+        packing: tuple[int, ...],
     ) -> None:
-        batch, heads = sizes["B"], sizes["HV"]
-        state = tensors.get("initial_state")
+        v, state = tensors["v"], tensors.get("initial_state")
+        heads = v.shape[2]
         spans = {name: validate.span(tensor) for name, tensor in tensors.items()}
         views = [
             validate.restride(spec, tensors[spec.name]) if spec.name in tensors else None
             for spec in _VIEWS
         ]
+        self.name, self.signature = name, signature
         self.function = function
-        self.device = tensors["q"].device
-        self.out_shape = (batch, sizes["T"], heads, HEAD_DIM)
-        self.state_shape = (batch, heads, HEAD_DIM, HEAD_DIM)
+        self.device = v.device
+        self.out_shape = tuple(v.shape)
+        self.state_shape = (states, heads, HEAD_DIM, HEAD_DIM)
         self.q_span, self.k_span, self.v_span = spans["q"], spans["k"], spans["v"]
         self.decay_span = spans["decay"]
         self.state_span = spans.get("initial_state", 0)
@@ -162,9 +168,9 @@ class CallPlan:
             *((0, 0) if state is None else (state.stride(0), state.stride(1))),
             *(heads * HEAD_DIM * HEAD_DIM, HEAD_DIM * HEAD_DIM),
         )
-        self.packing = (*NOT_PACKED, batch, batch, ctas)
+        self.packing = packing
         self.views = views if any(views) else None
-        self.known_gaps: set[tuple[str, int]] = set()
+        self.known_gaps: set[tuple[str, str, int]] = set()
 
 
 def run(
@@ -246,9 +252,10 @@ def run(
     if function is None and not trusting:
         return _launch_nothing(plan, initial_state, output_final_state, out)
     if function is not None:
-        scalars = scale, initial_state, output_final_state
         try:
-            return _launch(launcher, plan, function, q, k, v, decay, *scalars, out)
+            final = empty(plan.state_shape, STATE, plan.device) if output_final_state else None
+            tensors = q, k, v, decay, scale, initial_state, final
+            return issue(launcher, plan, function, *tensors, plan.packing, out), final
         except Exception:
             if not trusting:
                 raise
@@ -256,7 +263,7 @@ def run(
     return run(q, k, v, decay, *rest, trusting=False)
 
 
-def _launch(
+def issue(
     launcher: launch.Launcher,
     plan: CallPlan,
     function: Callable[..., Any],
@@ -265,16 +272,17 @@ def _launch(
     v: Tensor,
     decay: Tensor,
     scale: float,
-    initial_state: Tensor | None,
-    output_final_state: bool,
+    initial: Tensor | None,
+    final: Tensor | None,
+    packing: tuple[int, ...],
     out: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Check the addresses of a call whose plan is known, make its results and launch it."""
-    o = _empty(plan.out_shape, _OUT, plan.device) if out is None else out
+) -> Tensor:
+    """Check the addresses of a call whose plan is known, launch it, and return its output."""
+    o = empty(plan.out_shape, OUT, plan.device) if out is None else out
     o_at, q_at, k_at, v_at = o.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr()
-    initial_at = 0 if initial_state is None else initial_state.data_ptr()
+    initial_at = 0 if initial is None else initial.data_ptr()
     if (o_at | q_at | k_at | v_at | initial_at) & _ALIGNMENT_MASK:
-        _refuse_misaligned(q, k, v, initial_state, o)
+        _refuse_misaligned(plan, q, k, v, initial, o)
     if out is not None and o_at:
         end, decay_at = o_at + plan.out_span, decay.data_ptr()
         if (
@@ -284,10 +292,12 @@ def _launch(
             or (initial_at < end and o_at < initial_at + plan.state_span)
             or (decay_at < end and o_at < decay_at + plan.decay_span)
         ):
-            _refuse_overlap(plan, q, k, v, decay, initial_state, out)
+            refuse_overlap(plan, "o", out, present(q, k, v, decay, initial, None))
+    if checked.active:
+        checked.readable(plan.name, launcher)
+        checked.slopes("decay", decay)
     if decay.requires_grad:
         decay = decay.detach()
-    final = _empty(plan.state_shape, _STATE, plan.device) if output_final_state else None
     final_at = 0 if final is None else final.data_ptr()
     if plan.views is not None:
         q, k, v, view = _restrided(plan.views, q, k, v, o)
@@ -297,14 +307,15 @@ def _launch(
     states = initial_at, initial_b, initial_h, final_at, final_b, final_h
     guard = launcher.guard(plan.device)
     if guard is None:
-        function(q, k, v, view, decay, *states, *plan.packing, scale)
+        function(q, k, v, view, decay, *states, *packing, scale)
     else:
         with guard:
-            function(q, k, v, view, decay, *states, *plan.packing, scale)
-    return o, final
+            function(q, k, v, view, decay, *states, *packing, scale)
+    return o
 
 
-def _empty(shape: tuple[int, ...], spec: TensorSpec, device: torch.device) -> Tensor:
+def empty(shape: tuple[int, ...], spec: TensorSpec, device: torch.device) -> Tensor:
+    """A tensor with memory of its own, of the element type of ``spec``."""
     return torch.empty(shape, dtype=spec.element.torch, device=device)
 
 
@@ -316,7 +327,7 @@ def _scalars(scale: Any, output_final_state: Any, chunk_size: Any, segments: Any
     return validate.scalar("scale", scale)
 
 
-def _present(
+def present(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -343,17 +354,28 @@ def _plan(
     out: Tensor | None,
 ) -> CallPlan:
     """Validate a combination seen for the first time, and find what serves it."""
-    tensors = _present(q, k, v, decay, initial_state, out)
-    sizes = validate.check(LIGHTNING_PREFILL, tensors, launcher.accepts)
+    checked.consult()
+    tensors = present(q, k, v, decay, initial_state, out)
+    sizes = validate.check(LIGHTNING_FIXED, tensors, launcher.accepts)
     if out is not None:
-        validate.writes_once(_OUT, out)
-    arch = launcher.arch(q.device)
-    processors = launcher.multiprocessors(q.device)
-    chosen = dispatch.select(_OPERATOR, arch, sizes, multiprocessors=processors)
-    function = None
-    if chosen.config is not None:
-        function = launcher.ready(_OPERATOR, arch, chosen.config, NAME)
-    return CallPlan(function, chosen.grid[0], sizes, tensors)
+        validate.writes_once(OUT, out)
+    function, ctas = find(launcher, NAME, q.device, sizes)
+    batch = sizes["B"]
+    packing = (*NOT_PACKED, batch, batch, ctas)
+    return CallPlan(NAME, LIGHTNING_FIXED, function, tensors, batch, packing)
+
+
+def find(
+    launcher: launch.Launcher, name: str, device: torch.device, sizes: dict[str, int]
+) -> tuple[Callable[..., Any] | None, int]:
+    """The compiled function that serves a problem, None where nothing is launched; and its CTAs."""
+    arch = launcher.arch(device)
+    processors = launcher.multiprocessors(device)
+    operator = LIGHTNING_FIXED.operator
+    chosen = dispatch.select(operator, arch, sizes, multiprocessors=processors)
+    if chosen.config is None:
+        return None, 0
+    return launcher.ready(operator, arch, chosen.config, name), chosen.grid[0]
 
 
 def _launch_nothing(
@@ -363,10 +385,10 @@ def _launch_nothing(
     out: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Results of a call without a token, a sequence or a head: the state is the initial one."""
-    o = _empty(plan.out_shape, _OUT, plan.device) if out is None else out
+    o = empty(plan.out_shape, OUT, plan.device) if out is None else out
     if not output_final_state:
         return o, None
-    final = _empty(plan.state_shape, _STATE, plan.device)
+    final = empty(plan.state_shape, STATE, plan.device)
     return o, final.zero_() if initial_state is None else final.copy_(initial_state)
 
 
@@ -390,33 +412,30 @@ def _refuse_grad(
 
 
 def _refuse_misaligned(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    initial_state: Tensor | None,
-    o: Tensor,
-) -> None:
-    for spec, tensor in (*zip(_VIEWS, (q, k, v, o)), (_STATE, initial_state)):
-        if tensor is not None:
-            validate.aligned(spec, tensor)
-
-
-def _refuse_overlap(
     plan: CallPlan,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    decay: Tensor,
-    initial_state: Tensor | None,
-    out: Tensor,
+    initial: Tensor | None,
+    o: Tensor,
 ) -> None:
-    """Raise if ``out`` shares an element with an input; remember distances that turned out fine."""
-    for name, tensor in _present(q, k, v, decay, initial_state, None).items():
-        gap = (name, tensor.data_ptr() - out.data_ptr())
+    for spec, tensor in (*zip(_VIEWS, (q, k, v, o)), (plan.signature["initial_state"], initial)):
+        if tensor is not None:
+            validate.aligned(spec, tensor)
+
+
+def refuse_overlap(plan: CallPlan, name: str, written: Tensor, others: dict[str, Tensor]) -> None:
+    """Raise if a tensor that is written shares an element with another one.
+
+    Distances that turned out fine are remembered. Names are those of the signature.
+    """
+    for other, tensor in others.items():
+        gap = (name, other, tensor.data_ptr() - written.data_ptr())
         if gap in plan.known_gaps:
             continue
-        if not validate.disjoint(out, tensor):
-            raise value_error("out", f"a tensor that overlaps {name}", "memory of its own")
+        if not validate.disjoint(written, tensor):
+            label, its = plan.signature[name].label, plan.signature[other].label
+            raise value_error(label, f"a tensor that overlaps {its}", "memory of its own")
         if len(plan.known_gaps) >= _MAX_KNOWN_GAPS:
             plan.known_gaps.clear()
         plan.known_gaps.add(gap)
@@ -424,7 +443,7 @@ def _refuse_overlap(
 
 def warm(function: Callable[..., Any], device: torch.device) -> None:
     """Launch a compiled configuration on one token, which loads its code onto the device."""
-    tensor = torch.zeros((1, 1, 1, HEAD_DIM), dtype=_OUT.element.torch, device=device)
+    tensor = torch.zeros((1, 1, 1, HEAD_DIM), dtype=OUT.element.torch, device=device)
     decay = torch.zeros(1, dtype=torch.float32, device=device)
     states = (0, 0, 0, 0, 0, 0)
     out = torch.empty_like(tensor)
@@ -448,10 +467,10 @@ def _dispatched(
     out: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """``lightning_attn_fwd`` through torch's dispatcher."""
-    given: dict[str, Any] = _present(q, k, v, decay, initial_state, out)
+    given: dict[str, Any] = present(q, k, v, decay, initial_state, out)
     for name, tensor in given.items():
         if not isinstance(tensor, Tensor):
-            spec = LIGHTNING_PREFILL[name]
+            spec = LIGHTNING_FIXED[name]
             raise type_error(spec.label, type(tensor).__name__, f"a tensor {spec.shape_text}")
     scale = _scalars(scale, output_final_state, chunk_size, segments)
     if is_grad_enabled():
@@ -476,7 +495,7 @@ def _functional(
     output_final_state: bool,
 ) -> tuple[Tensor, Tensor]:
     o, final = run(q, k, v, decay, scale, initial_state, output_final_state, CHUNK, 1, None)
-    return o, _absent_state(q) if final is None else final
+    return o, absent_state(q) if final is None else final
 
 
 def _mutating(
@@ -491,7 +510,7 @@ def _mutating(
     out: Tensor,
 ) -> Tensor:
     _, final = run(q, k, v, decay, scale, initial_state, output_final_state, CHUNK, 1, out)
-    return _absent_state(q) if final is None else final
+    return absent_state(q) if final is None else final
 
 
 def _fake_functional(
@@ -503,9 +522,9 @@ def _fake_functional(
     initial_state: Tensor | None,
     output_final_state: bool,
 ) -> tuple[Tensor, Tensor]:
-    tensors = _present(q, k, v, decay, initial_state, None)
-    sizes = validate.check(LIGHTNING_PREFILL, tensors, _accept_any, layout=False)
-    o = _empty((sizes["B"], sizes["T"], sizes["HV"], HEAD_DIM), _OUT, q.device)
+    tensors = present(q, k, v, decay, initial_state, None)
+    sizes = validate.check(LIGHTNING_FIXED, tensors, accept_any, layout=False)
+    o = empty((sizes["B"], sizes["T"], sizes["HV"], HEAD_DIM), OUT, q.device)
     return o, _fake_state(sizes, q, output_final_state)
 
 
@@ -520,23 +539,23 @@ def _fake_mutating(
     *,
     out: Tensor,
 ) -> Tensor:
-    tensors = _present(q, k, v, decay, initial_state, out)
-    sizes = validate.check(LIGHTNING_PREFILL, tensors, _accept_any, layout=False)
+    tensors = present(q, k, v, decay, initial_state, out)
+    sizes = validate.check(LIGHTNING_FIXED, tensors, accept_any, layout=False)
     return _fake_state(sizes, q, output_final_state)
 
 
 def _fake_state(sizes: dict[str, int], q: Tensor, wanted: bool) -> Tensor:
     if not wanted:
-        return _absent_state(q)
-    return _empty((sizes["B"], sizes["HV"], HEAD_DIM, HEAD_DIM), _STATE, q.device)
+        return absent_state(q)
+    return empty((sizes["B"], sizes["HV"], HEAD_DIM, HEAD_DIM), STATE, q.device)
 
 
-def _absent_state(q: Tensor) -> Tensor:
+def absent_state(q: Tensor) -> Tensor:
     """What a registered operator returns for a state that nobody asked for: no elements."""
-    return _empty((0,), _STATE, q.device)
+    return empty((0,), STATE, q.device)
 
 
-def _accept_any(name: str, tensor: Tensor) -> None:
+def accept_any(name: str, tensor: Tensor) -> None:
     """While tracing no launcher is involved, so a tensor on any device is described."""
 
 

@@ -162,6 +162,8 @@ class LightningPrefillSm90:
         qk_tile = cute.slice_(self.qk_layout, (None, None, 0))
         v_tile = cute.slice_(self.v_layout, (None, None, 0))
         o_tile = cute.slice_(self.o_layout, (None, None, 0))
+        tokens = v.shape[1]
+        q, k, v, o = (tma.describable(tensor, final_state) for tensor in (q, k, v, o))
         tdhb, dthb = (1, 3, 2, 0), (3, 1, 2, 0)  # the modes of [B, T, H, D] by letter
         tma_q, mQ = tma.tile_atom(load, q, tdhb, qk_tile, self.qk_tiler)
         tma_k, mK = tma.tile_atom(load, k, tdhb, qk_tile, self.qk_tiler)
@@ -174,7 +176,7 @@ class LightningPrefillSm90:
         batch = varlen.Batch(
             sequences,
             v.shape[2],
-            v.shape[1],
+            tokens,
             cu_seqlens,
             cu_seqlens_wide,
             slots,
