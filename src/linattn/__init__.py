@@ -8,15 +8,30 @@ from linattn.errors import CacheWarning, UnsupportedArchitecture
 from linattn.host.arch import Arch
 from linattn.host.cache import compile_count
 from linattn.host.dispatch import Plan, explain
-from linattn.ops import lightning_attn_fwd, warm_up
+from linattn.kernels.mtp_decode.config import MtpConfig
+from linattn.ops import (
+    get_mtp_config,
+    la_decode,
+    la_decode_mtp,
+    la_state_update_kvbuffer,
+    la_verify_kvbuffer,
+    lightning_attn_fwd,
+    warm_up,
+)
 
 __all__ = [
     "Arch",
     "CacheWarning",
+    "MtpConfig",
     "Plan",
     "UnsupportedArchitecture",
     "compile_count",
     "explain",
+    "get_mtp_config",
+    "la_decode",
+    "la_decode_mtp",
+    "la_state_update_kvbuffer",
+    "la_verify_kvbuffer",
     "lightning_attn_fwd",
     "warm_up",
 ]

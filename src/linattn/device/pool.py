@@ -24,9 +24,11 @@ def slot_of(vector: tuple, request: Int32, slots: Int32) -> Int32:
     if address != 0:
         element = words(address, Int64(request) * stride, cute.make_layout(2))
         slot = element[0]
+        high = Int32(0)
         if wide != 0:
-            if element[1] != 0:
-                slot = Int32(PADDING)
+            high = element[1]
+        if high != 0:
+            slot = Int32(PADDING)
     if cutlass.Uint32(slot) >= cutlass.Uint32(slots):
         slot = Int32(PADDING)
     return slot

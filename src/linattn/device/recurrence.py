@@ -15,16 +15,18 @@ from cutlass import Float32, cute
 from linattn.device import ptx
 
 
-def advance(state, lam: Float32, keys, values, packed: bool) -> None:
-    """One token: ``state[e, r] = fma(state[e, r], lam, keys[e] * values[r])``.
+def advance(state, lam: Float32, keys, values, packed: bool, first: int = 0) -> None:
+    """One token, in the columns that ``keys`` has: ``S[e, r] = fma(S[e, r], lam, k[e] * v[r])``.
 
-    ``state`` is a register tensor of (columns, rows), ``keys`` and ``values`` hold Float32.
+    ``state`` is a register tensor of (columns, rows), ``keys`` (for the columns from ``first`` on)
+    and ``values`` hold Float32.
     """
     for r in range(cute.size(state, mode=[1])):
         value = values[r]
-        for e in range(0, cute.size(state, mode=[0]), 2):
+        for i in range(0, cute.size(keys), 2):
+            e = first + i
             pair = (state[e, r], state[e + 1, r])
-            added = mul2((keys[e], keys[e + 1]), (value, value), packed)
+            added = mul2((keys[i], keys[i + 1]), (value, value), packed)
             state[e, r], state[e + 1, r] = fma2(pair, (lam, lam), added, packed)
 
 

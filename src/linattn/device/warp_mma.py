@@ -85,11 +85,13 @@ def token_at(rows: tuple, token, t) -> cute.Tensor:
     return memory.words(address, at // 2, cute.make_layout((2, STEPS), stride=(1, 8)), 8)
 
 
-def columns_of(shared: cute.Tensor, row, t, factors: cute.Tensor) -> None:
-    """A lane's columns of one row of a shared FP32 [token, column] table."""
-    layout = cute.make_layout((4, STEPS), stride=(1, 16))
-    source = cute.make_tensor((shared.iterator + (row * HEAD_DIM + 4 * t)).align(16), layout)
-    cute.autovec_copy(source, cute.make_tensor(factors.iterator, cute.make_layout((4, STEPS))))
+def columns_of(shared: cute.Tensor, row, t, part: int, factors: cute.Tensor) -> None:
+    """A lane's columns of one row of a shared FP32 [token, column] table: half ``part`` of them."""
+    layout = cute.make_layout((4, STEPS // 2), stride=(1, 16))
+    at = row * HEAD_DIM + (HEAD_DIM // 2 * part + 4 * t)
+    source = cute.make_tensor((shared.iterator + at).align(16), layout)
+    target = cute.make_tensor(factors.iterator, cute.make_layout((4, STEPS // 2)))
+    cute.autovec_copy(source, target)
 
 
 def score(keys: cute.Tensor, queries: cute.Tensor) -> tuple:

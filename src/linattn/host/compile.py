@@ -66,10 +66,12 @@ def fake_arguments(signature: Signature) -> list[Any]:
 
     arguments: list[Any] = []
     for spec in signature.tensors:
-        if spec.kind is Kind.STATE:
+        if spec.kind is Kind.STATE or spec.by_address:
             arguments += [cutlass.Int64(0) for _ in spec.arguments]
         else:
             arguments.append(tensor(spec))
+    if signature.has_layout:
+        arguments.append(cutlass.Int64(0))
     arguments += [cutlass.Float32(0.0) for _ in signature.scalars]
     return [*arguments, make_fake_stream(use_tvm_ffi_env_stream=True)]
 

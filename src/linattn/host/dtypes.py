@@ -25,5 +25,7 @@ class DType:
 DTYPES: dict[str, DType] = {
     "bf16": DType(torch.bfloat16, "BFloat16", 2),
     "f32": DType(torch.float32, "Float32", 4),
+    "i32": DType(torch.int32, "Int32", 4),
+    "i64": DType(torch.int64, "Int64", 8),
 }
 """Every element type that a signature may name."""

@@ -56,8 +56,9 @@ def check(
     for spec, tensor in present:
         accepts(spec.label, tensor)
     for spec, tensor in present:
-        if tensor.dtype is not spec.element.torch:
-            raise type_error(spec.label, tensor.dtype, str(spec.element.torch))
+        taken = [element.torch for element in spec.elements]
+        if tensor.dtype not in taken:
+            raise type_error(spec.label, tensor.dtype, " or ".join(str(one) for one in taken))
     for spec, tensor in present:
         _bind(signature, spec, tensor, sizes, owner)
         _relate(signature, sizes, owner)

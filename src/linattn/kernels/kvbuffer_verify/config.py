@@ -8,13 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from linattn.kernels.mtp_decode.config import smem_percent
-
-HEAD_DIM = 128
-"""Key and value head dimension."""
-
-MAX_TOKENS = 8
-"""Most draft tokens of a request: the columns of one tensor-core product."""
+from linattn.device.tiling import HEAD_DIM, MAX_TOKENS, smem_percent
 
 WARP_ROWS = 16
 """Rows of the state that a warp owns: the rows of one tensor-core product."""
@@ -28,12 +22,10 @@ class KvbufferVerifyConfig:
         tile_v: rows of the state, of 128, that one CTA owns; a warp owns 16 of them.
         commit: first commit accepted tokens from the buffers. Such a CTA owns all rows of all
             value heads of a query/key head, because it overwrites keys that they all read.
-        packed: two-wide FP32 arithmetic, which Blackwell has and Hopper lacks; same bits.
     """
 
     tile_v: int
     commit: bool = False
-    packed: bool = False
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for a configuration that would leave rows out."""
@@ -52,8 +44,7 @@ class KvbufferVerifyConfig:
 
     def name(self) -> str:
         """Short name used for the kernel symbol, the cache entry and profiler rows."""
-        suffix = ("_commit" if self.commit else "") + ("_x2" if self.packed else "")
-        return f"kvbuffer_verify_v{self.tile_v}{suffix}"
+        return f"kvbuffer_verify_v{self.tile_v}" + ("_commit" if self.commit else "")
 
     def ctas_per_sm(self) -> int:
         """CTAs that an SM should hold at least: sixteen warps, which caps registers at 128."""
@@ -66,3 +57,23 @@ class KvbufferVerifyConfig:
     def carveout(self) -> int:
         """Percent of an SM's L1 memory that those CTAs need as shared memory."""
         return smem_percent(self.smem_bytes(), self.ctas_per_sm())
+
+
+TABLE: tuple[tuple[int, KvbufferVerifyConfig], ...] = (
+    (128, KvbufferVerifyConfig(tile_v=32)),
+    (1 << 62, KvbufferVerifyConfig(tile_v=64)),
+)
+"""Configuration by states of a call, ``B * HV``, up to and with the first number of a row."""
+
+COMMIT = KvbufferVerifyConfig(tile_v=HEAD_DIM, commit=True)
+"""The configuration of every call that commits first."""
+
+CONFIGS: tuple[KvbufferVerifyConfig, ...] = (*(config for _, config in TABLE), COMMIT)
+"""Every configuration that ships; ahead-of-time builds and codegen claims iterate it."""
+
+
+def choose(states: int, commit: bool) -> KvbufferVerifyConfig:
+    """The configuration for a call on so many states."""
+    if commit:
+        return COMMIT
+    return next(config for limit, config in TABLE if states <= limit)

@@ -22,6 +22,8 @@ by the recurrence that the decode and the commit kernel share.
 Work: a warp owns 16 rows of one state and every token; nothing passes between warps, so the split
 over V changes no bit. A CTA has ``tile_v`` rows of one value head. With commit it has all rows, and
 walks the value heads that share its query/key head: their keys are read before any is overwritten.
+The commit is scalar on every architecture, because pairs of registers for two-wide arithmetic do
+not fit beside the fragments.
 
 | product | M, N, K        | A                          | B                | mma.sync a warp |
 | ------- | -------------- | -------------------------- | ---------------- | --------------- |
@@ -48,12 +50,13 @@ from cutlass import BFloat16, Float32, Int32, Int64, cute
 from linattn.device import memory, pool, ptx, recurrence, row_tile, warp_mma
 from linattn.device.compat import SmemAllocator
 from linattn.device.decay import decay_factor
-from linattn.kernels.kvbuffer_verify.config import (
-    HEAD_DIM,
-    MAX_TOKENS,
-    WARP_ROWS,
-    KvbufferVerifyConfig,
-)
+from linattn.device.layout import Layout
+from linattn.device.tiling import HEAD_DIM, MAX_TOKENS
+from linattn.kernels.kvbuffer_verify.config import WARP_ROWS, KvbufferVerifyConfig
+
+LAYOUT_WORDS = 30
+"""Integers of the layout: 12 strides of tokens, 2 of states, 6 of buffers, 4 of vectors, 6 sizes.
+"""
 
 
 class KvbufferVerify:
@@ -68,65 +71,34 @@ class KvbufferVerify:
     def __call__(
         self,
         q: Int64,
-        q_stride_b: Int64,
-        q_stride_t: Int64,
-        q_stride_h: Int64,
         k: Int64,
-        k_stride_b: Int64,
-        k_stride_t: Int64,
-        k_stride_h: Int64,
         v: Int64,
-        v_stride_b: Int64,
-        v_stride_t: Int64,
-        v_stride_h: Int64,
         o: Int64,
-        o_stride_b: Int64,
-        o_stride_t: Int64,
-        o_stride_h: Int64,
         decay: cute.Tensor,
         state_pool: Int64,
-        state_pool_stride_p: Int64,
-        state_pool_stride_h: Int64,
         k_buffer: Int64,
-        k_buffer_stride_p: Int64,
-        k_buffer_stride_t: Int64,
-        k_buffer_stride_h: Int64,
         v_buffer: Int64,
-        v_buffer_stride_p: Int64,
-        v_buffer_stride_t: Int64,
-        v_buffer_stride_h: Int64,
         indices: Int64,
-        indices_stride: Int64,
-        indices_wide: Int64,
         accepted: Int64,
-        accepted_stride: Int64,
-        accepted_wide: Int64,
-        batch: Int32,
-        tokens: Int32,
-        limit: Int32,
-        heads: Int32,
-        value_heads: Int32,
-        slots: Int32,
+        layout: Int64,
         scale: Float32,
         stream,
     ):
+        block = Layout(layout, LAYOUT_WORDS)
+        tokens = tuple((address, block.wide(3)) for address in (q, k, v, o))
+        states = (state_pool, block.wide(2))
+        buffers = tuple((address, block.wide(3)) for address in (k_buffer, v_buffer))
+        vectors = tuple((address, *block.wide(2)) for address in (indices, accepted))
+        batch, length, heads, value_heads, slots, limit = block.narrow(6)
+        block.end()
         blocks = heads if cutlass.const_expr(self.config.commit) else self.splits * value_heads
         self.kernel(
-            (
-                (q, (q_stride_b, q_stride_t, q_stride_h)),
-                (k, (k_stride_b, k_stride_t, k_stride_h)),
-                (v, (v_stride_b, v_stride_t, v_stride_h)),
-                (o, (o_stride_b, o_stride_t, o_stride_h)),
-            ),
+            tokens,
             decay,
-            (state_pool, (state_pool_stride_p, state_pool_stride_h)),
-            (
-                (k_buffer, (k_buffer_stride_p, k_buffer_stride_t, k_buffer_stride_h)),
-                (v_buffer, (v_buffer_stride_p, v_buffer_stride_t, v_buffer_stride_h)),
-            ),
-            (indices, indices_stride, indices_wide),
-            (accepted, accepted_stride, accepted_wide),
-            (tokens, limit, heads, value_heads, slots),
+            states,
+            buffers,
+            vectors,
+            (length, limit, heads, value_heads, slots),
             scale,
         ).launch(
             grid=(blocks, batch, 1),
@@ -137,7 +109,8 @@ class KvbufferVerify:
         )
 
     @cute.kernel
-    def kernel(self, tensors, decay: cute.Tensor, states, buffers, indices, accepted, sizes, scale):
+    def kernel(self, tensors, decay: cute.Tensor, states, buffers, vectors, sizes, scale):
+        indices, accepted = vectors
         tokens, limit, heads, value_heads, slots = sizes
         thread, _, _ = cute.arch.thread_idx()
         block, request, _ = cute.arch.block_idx()
@@ -149,9 +122,6 @@ class KvbufferVerify:
             length = Int32(0)
             if slot >= 0:
                 length = pool.length_of(accepted, request, limit)
-                rows = memory.rows_of(buffers[0], slot, block)
-                row_tile.stage(rows, sK, HEAD_DIM, 0, thread, self.threads, length)
-            cute.arch.sync_threads()
             for member in cutlass.range(group_size, unroll=1):
                 head = block * group_size + member
                 slope = decay[head // (value_heads // decay.shape[0])]
@@ -170,53 +140,59 @@ class KvbufferVerify:
         request, slot, head, qk_head, row, member = where
         lane, _, _ = cute.arch.thread_idx()
         g, t = warp_mma.lane_position(lane % 32)
-        outputs = memory.rows_of(tensors[3], request, head)
-        if slot < 0:
-            zeros = cute.make_rmem_tensor(cute.make_layout(4), Float32)
-            zeros.fill(0.0)
-            self.emit(outputs, row + 2 * g, t, tokens, zeros)
-        else:
+        q, k, v, o = tensors
+        result = cute.make_rmem_tensor(cute.make_layout(4), Float32)
+        result.fill(0.0)
+        factor = Float32(1.0)
+        if slot >= 0:
             address, strides = states
             place = warp_mma.state_at(address, memory.offset_of(strides, slot, head), row, g, t)
             state = warp_mma.state_registers()
             warp_mma.load(place, state)
-            k_rows = memory.rows_of(buffers[0], slot, qk_head)
-            v_rows = memory.rows_of(buffers[1], slot, head)
             if cutlass.const_expr(self.config.commit):
-                if accepted[1] > 0:
-                    self.step_accepted(state, slope, accepted, v_rows, row, (g, t))
-                    warp_mma.store(state, place)
+                self.commit(state, place, slope, accepted, buffers, where, (g, t))
             queries, keys = warp_mma.token_registers(), warp_mma.token_registers()
-            self.read_token(memory.rows_of(tensors[0], request, qk_head), g, t, tokens, queries)
-            self.read_token(memory.rows_of(tensors[1], request, qk_head), g, t, tokens, keys)
-            values = self.read_values(
-                memory.rows_of(tensors[2], request, head), row + 2 * g, t, tokens
-            )
-            if buffers[0][0] != 0:
+            self.read_token(memory.rows_of(q, request, qk_head), g, t, tokens, queries)
+            self.read_token(memory.rows_of(k, request, qk_head), g, t, tokens, keys)
+            values = self.read_values(memory.rows_of(v, request, head), row + 2 * g, t, tokens)
+            k_buffer, v_buffer = buffers
+            if k_buffer[0] != 0:
                 if row == 0 and member == 0 and g < tokens:
+                    k_rows = memory.rows_of(k_buffer, slot, qk_head)
                     cute.autovec_copy(keys, warp_mma.token_at(k_rows, g, t))
+                v_rows = memory.rows_of(v_buffer, slot, head)
                 self.write_values(v_rows, row + 2 * g, t, tokens, values)
-            result = self.attend(state, queries, keys, values, slope, g, t)
-            for i in cutlass.range_constexpr(4):
-                result[i] = result[i] * scale
-            self.emit(outputs, row + 2 * g, t, tokens, result)
+            self.attend(state, queries, keys, values, slope, (g, t), result)
+            factor = scale
+        self.emit(memory.rows_of(o, request, head), row + 2 * g, t, tokens, result, factor)
 
     @cute.jit
-    def step_accepted(self, state, slope: Float32, accepted, v_rows, row, lane_position):
-        """Step the warp's rows over the accepted tokens."""
+    def commit(self, state, place, slope: Float32, accepted, buffers, where, lane_position):
+        """Step the warp's rows over the accepted tokens, in registers and in memory."""
+        _, slot, head, qk_head, row, member = where
         g, t = lane_position
         sK, length = accepted
-        keys = cute.make_rmem_tensor(cute.make_layout(4 * warp_mma.STEPS), Float32)
-        lam = decay_factor(slope, Int32(1))
-        values = self.read_values(v_rows, row + 2 * g, t, length)
-        for i in cutlass.range(length, unroll=1):
-            warp_mma.columns_of(sK, i, t, keys)
-            mine = values[0]
-            if i >= 4:
-                mine = values[1]
-            pair = cute.arch.shuffle_sync(mine, 4 * g + i % 4)
-            rows = (ptx.low_half(pair), ptx.high_half(pair))
-            recurrence.advance(state, lam, keys, rows, self.config.packed)
+        if member == 0:
+            thread, _, _ = cute.arch.thread_idx()
+            rows = memory.rows_of(buffers[0], slot, qk_head)
+            row_tile.stage(rows, sK, HEAD_DIM, 0, thread, self.threads, length)
+            cute.arch.sync_threads()
+        if length > 0:
+            keys = cute.make_rmem_tensor(cute.make_layout(2 * warp_mma.STEPS), Float32)
+            lam = decay_factor(slope, Int32(1))
+            v_rows = memory.rows_of(buffers[1], slot, head)
+            values = self.read_values(v_rows, row + 2 * g, t, length)
+            for i in cutlass.range(length, unroll=1):
+                mine = values[0]
+                if i >= 4:
+                    mine = values[1]
+                pair = cute.arch.shuffle_sync(mine, 4 * g + i % 4)
+                rows = (ptx.low_half(pair), ptx.high_half(pair))
+                for part in cutlass.range_constexpr(2):
+                    warp_mma.columns_of(sK, i, t, part, keys)
+                    first = part * 2 * warp_mma.STEPS
+                    recurrence.advance(state, lam, keys, rows, False, first)
+            warp_mma.store(state, place)
 
     @cute.jit
     def read_token(self, rows, token, t, tokens: Int32, target: cute.Tensor):
@@ -249,9 +225,9 @@ class KvbufferVerify:
                 memory.words(address, at, cute.make_layout(1))[0] = values[i]
 
     @cute.jit
-    def attend(self, state, queries, keys, values, slope: Float32, g, t) -> cute.Tensor:
+    def attend(self, state, queries, keys, values, slope: Float32, lane_position, result):
         """Unscaled outputs in result order: register ``2 h + p`` is row 2 g + h, token 2 t + p."""
-        result = cute.make_rmem_tensor(cute.make_layout(4), Float32)
+        g, t = lane_position
         weights = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         products = warp_mma.score(keys, queries)
         for p in cutlass.range_constexpr(2):
@@ -270,18 +246,17 @@ class KvbufferVerify:
                 if i <= 2 * t + p:
                     for h in cutlass.range_constexpr(2):
                         result[2 * h + p] = ptx.fma_rn(weight, rows[h], result[2 * h + p])
-        return result
 
     @cute.jit
-    def emit(self, outputs, row, t, tokens: Int32, result: cute.Tensor):
-        """Round to bf16 and store two adjacent rows of tokens ``2 t`` and ``2 t + 1``."""
+    def emit(self, outputs, row, t, tokens: Int32, result: cute.Tensor, scale):
+        """Scale, round to bf16 and store two adjacent rows of tokens ``2 t`` and ``2 t + 1``."""
         address, offset, stride_t = outputs
         rounded = cute.make_rmem_tensor(cute.make_layout(2), BFloat16)
         for p in cutlass.range_constexpr(2):
             token = 2 * t + p
             if token < tokens:
-                rounded[0] = BFloat16(result[p])
-                rounded[1] = BFloat16(result[2 + p])
+                rounded[0] = BFloat16(result[p] * scale)
+                rounded[1] = BFloat16(result[2 + p] * scale)
                 at = offset + Int64(token) * stride_t + row
                 cute.autovec_copy(rounded, memory.halves(address, at, cute.make_layout(2), 4))
 

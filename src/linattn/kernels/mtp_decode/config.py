@@ -6,55 +6,12 @@ importable without a GPU and without the DSL.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-HEAD_DIM = 128
-"""Key and value head dimension."""
+from linattn.device.tiling import HEAD_DIM, MAX_TOKENS, check_row_split, smem_percent
 
-MAX_TOKENS = 8
-"""Most tokens of a request in one call."""
-
-ROW_GROUPS = 4
-"""Rows of the state that one access of a warp touches: eight lanes share a row."""
-
-
-
-def check_row_split(tile_v: int, warps: int, ilp: int, stages: int) -> None:
-    """Check that CTAs of such a shape own every row of a state exactly once.
-
-    Raises:
-        ValueError: a number out of range, or rows that would be left out or met twice.
-    """
-    for name, value in (("warps", warps), ("stages", stages)):
-        if value < 1:
-            raise ValueError(f"{name}: got {value}, expected at least 1")
-    if warps > 8:
-        raise ValueError(f"warps: got {warps}, expected at most 8")
-    if ilp not in (1, 2, 4):
-        raise ValueError(f"ilp: got {ilp}, expected 1, 2 or 4")
-    walked = warps * ROW_GROUPS * ilp * stages
-    if tile_v != walked:
-        raise ValueError(
-            f"tile_v: got {tile_v}, expected warps * {ROW_GROUPS} * ilp * stages = {walked}"
-        )
-    if HEAD_DIM % tile_v:
-        raise ValueError(f"tile_v: got {tile_v}, expected a divisor of {HEAD_DIM}")
-
-RESIDENT_WARPS = {1: 32, 2: 24, 4: 12}
+RESIDENT_WARPS = {1: 32, 2: 20, 4: 12}
 """Warps that an SM holds at least, by rows of a lane: as many as spill no register."""
-
-SM_SMEM_BYTES = 228 * 1024
-"""Shared memory of one SM at most, on Hopper and on Blackwell."""
-
-
-def resident_ctas(warps: int, ilp: int) -> int:
-    """CTAs that an SM should hold at least."""
-    return RESIDENT_WARPS[ilp] // warps
-
-
-def smem_percent(smem_bytes: int, ctas: int) -> int:
-    """Percent of ``SM_SMEM_BYTES`` for so many CTAs; the system takes a kilobyte of each."""
-    return min(100, -(-100 * ctas * (smem_bytes + 1024) // SM_SMEM_BYTES))
 
 
 @dataclass(frozen=True)
@@ -90,8 +47,32 @@ class MtpConfig:
 
     def ctas_per_sm(self) -> int:
         """CTAs that an SM should hold at least, which caps the registers of a thread."""
-        return resident_ctas(self.warps, self.ilp)
+        return RESIDENT_WARPS[self.ilp] // self.warps
 
     def carveout(self) -> int:
         """Percent of an SM's L1 memory that so many CTAs need as shared memory."""
         return smem_percent(self.smem_bytes(), self.ctas_per_sm())
+
+
+TABLE: tuple[tuple[int, MtpConfig], ...] = (
+    (128, MtpConfig(tile_v=16, warps=4, ilp=1, stages=1)),
+    (1024, MtpConfig(tile_v=32, warps=4, ilp=2, stages=1)),
+    (1 << 62, MtpConfig(tile_v=64, warps=4, ilp=4, stages=1)),
+)
+"""Configuration by states of a call, ``B * HV``, up to and with the first number of a row.
+
+Few states: many small CTAs, so that every SM has loads in flight. Many: large ones, which read q
+and k less often.
+"""
+
+FAMILIES: dict[str, tuple[MtpConfig, ...]] = {
+    "sm90": tuple(config for _, config in TABLE),
+    "sm100": tuple(replace(config, packed=True) for _, config in TABLE),
+}
+"""Every configuration that ships, by family; ahead-of-time builds and codegen claims iterate it."""
+
+
+def choose(states: int, family: str) -> MtpConfig:
+    """The configuration for a call on so many states."""
+    row = next(i for i, (limit, _) in enumerate(TABLE) if states <= limit)
+    return FAMILIES[family][row]

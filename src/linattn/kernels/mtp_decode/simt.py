@@ -38,7 +38,12 @@ from cutlass import BFloat16, Float32, Int32, Int64, cute
 from linattn.device import memory, pool, recurrence, row_tile
 from linattn.device.compat import SmemAllocator
 from linattn.device.decay import decay_factor
-from linattn.kernels.mtp_decode.config import HEAD_DIM, MAX_TOKENS, MtpConfig
+from linattn.device.layout import Layout
+from linattn.device.tiling import HEAD_DIM, MAX_TOKENS
+from linattn.kernels.mtp_decode.config import MtpConfig
+
+LAYOUT_WORDS = 25
+"""Integers of the layout: 12 strides of tokens, 5 of states, 2 of indices, 5 sizes, 1 flag."""
 
 
 class MtpDecode:
@@ -54,55 +59,31 @@ class MtpDecode:
     def __call__(
         self,
         q: Int64,
-        q_stride_b: Int64,
-        q_stride_t: Int64,
-        q_stride_h: Int64,
         k: Int64,
-        k_stride_b: Int64,
-        k_stride_t: Int64,
-        k_stride_h: Int64,
         v: Int64,
-        v_stride_b: Int64,
-        v_stride_t: Int64,
-        v_stride_h: Int64,
         o: Int64,
-        o_stride_b: Int64,
-        o_stride_t: Int64,
-        o_stride_h: Int64,
         decay: cute.Tensor,
         state_pool: Int64,
-        state_pool_stride_p: Int64,
-        state_pool_stride_h: Int64,
         intermediate: Int64,
-        intermediate_stride_b: Int64,
-        intermediate_stride_t: Int64,
-        intermediate_stride_h: Int64,
         indices: Int64,
-        indices_stride: Int64,
-        indices_wide: Int64,
-        batch: Int32,
-        tokens: Int32,
-        heads: Int32,
-        value_heads: Int32,
-        slots: Int32,
-        update: Int32,
+        layout: Int64,
         scale: Float32,
         stream,
     ):
+        block = Layout(layout, LAYOUT_WORDS)
+        tokens = tuple((address, block.wide(3)) for address in (q, k, v, o))
+        states = (state_pool, block.wide(2))
+        steps = (intermediate, block.wide(3))
+        vector = (indices, *block.wide(2))
+        batch, length, heads, value_heads, slots, update = block.narrow(6)
+        block.end()
         self.kernel(
-            (q, (q_stride_b, q_stride_t, q_stride_h)),
-            (k, (k_stride_b, k_stride_t, k_stride_h)),
-            (v, (v_stride_b, v_stride_t, v_stride_h)),
-            (o, (o_stride_b, o_stride_t, o_stride_h)),
+            tokens,
             decay,
-            (state_pool, (state_pool_stride_p, state_pool_stride_h)),
-            (
-                intermediate,
-                (intermediate_stride_b, intermediate_stride_t, intermediate_stride_h),
-            ),
-            (indices, indices_stride, indices_wide),
-            (tokens, heads, value_heads, slots),
-            update,
+            states,
+            steps,
+            vector,
+            (length, heads, value_heads, slots, update),
             scale,
         ).launch(
             grid=(self.splits * value_heads, batch, 1),
@@ -115,19 +96,16 @@ class MtpDecode:
     @cute.kernel
     def kernel(
         self,
-        q,
-        k,
-        v,
-        o,
+        tensors,
         decay: cute.Tensor,
         states,
         intermediate,
         indices,
         sizes,
-        update: Int32,
         scale: Float32,
     ):
-        tokens, heads, value_heads, slots = sizes
+        q, k, v, o = tensors
+        tokens, heads, value_heads, slots, update = sizes
         smem = SmemAllocator()
         table = cute.make_layout(MAX_TOKENS * HEAD_DIM)
         sQ = smem.allocate_tensor(Float32, table, 16)
@@ -232,9 +210,7 @@ class MtpDecode:
             address, offset, stride_t = steps
             if address != 0:
                 at = offset + Int64(t) * stride_t
-                row_tile.store(
-                    tile, row_tile.rows_at(address, at, first_row + local, lane, ilp)
-                )
+                row_tile.store(tile, row_tile.rows_at(address, at, first_row + local, lane, ilp))
 
 
 KERNEL = MtpDecode

@@ -1,4 +1,4 @@
-"""Shipped configurations of the commit kernel.
+"""Shipped configurations of the commit kernel, and the table that picks one.
 
 Plain Python values only: the dataclass is the compile key, so it is hashable, picklable and
 importable without a GPU and without the DSL.
@@ -6,15 +6,12 @@ importable without a GPU and without the DSL.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from linattn.kernels.mtp_decode.config import (
-    HEAD_DIM,
-    MAX_TOKENS,
-    check_row_split,
-    resident_ctas,
-    smem_percent,
-)
+from linattn.device.tiling import HEAD_DIM, MAX_TOKENS, check_row_split, smem_percent
+
+RESIDENT_WARPS = {1: 32, 2: 24, 4: 16}
+"""Warps that an SM holds at least, by rows of a lane: as many as spill no register."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +45,28 @@ class StateUpdateConfig:
 
     def ctas_per_sm(self) -> int:
         """CTAs that an SM should hold at least, which caps the registers of a thread."""
-        return resident_ctas(self.warps, self.ilp)
+        return RESIDENT_WARPS[self.ilp] // self.warps
 
     def carveout(self) -> int:
         """Percent of an SM's L1 memory that so many CTAs need as shared memory."""
         return smem_percent(self.smem_bytes(), self.ctas_per_sm())
+
+
+TABLE: tuple[tuple[int, StateUpdateConfig], ...] = (
+    (128, StateUpdateConfig(tile_v=16, warps=4, ilp=1)),
+    (1024, StateUpdateConfig(tile_v=32, warps=4, ilp=2)),
+    (1 << 62, StateUpdateConfig(tile_v=64, warps=4, ilp=4)),
+)
+"""Configuration by states of a call, ``B * HV``, up to and with the first number of a row."""
+
+FAMILIES: dict[str, tuple[StateUpdateConfig, ...]] = {
+    "sm90": tuple(config for _, config in TABLE),
+    "sm100": tuple(replace(config, packed=True) for _, config in TABLE),
+}
+"""Every configuration that ships, by family; ahead-of-time builds and codegen claims iterate it."""
+
+
+def choose(states: int, family: str) -> StateUpdateConfig:
+    """The configuration for a call on so many states."""
+    row = next(i for i, (limit, _) in enumerate(TABLE) if states <= limit)
+    return FAMILIES[family][row]

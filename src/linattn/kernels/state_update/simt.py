@@ -26,8 +26,12 @@ from cutlass import Float32, Int32, Int64, cute
 from linattn.device import memory, pool, recurrence, row_tile
 from linattn.device.compat import SmemAllocator
 from linattn.device.decay import decay_factor
-from linattn.kernels.mtp_decode.config import HEAD_DIM, MAX_TOKENS
+from linattn.device.layout import Layout
+from linattn.device.tiling import HEAD_DIM, MAX_TOKENS
 from linattn.kernels.state_update.config import StateUpdateConfig
+
+LAYOUT_WORDS = 17
+"""Integers of the layout: 6 strides of buffers, 2 of states, 4 of vectors, 5 sizes."""
 
 
 class StateUpdate:
@@ -42,39 +46,21 @@ class StateUpdate:
     def __call__(
         self,
         k_buffer: Int64,
-        k_buffer_stride_p: Int64,
-        k_buffer_stride_t: Int64,
-        k_buffer_stride_h: Int64,
         v_buffer: Int64,
-        v_buffer_stride_p: Int64,
-        v_buffer_stride_t: Int64,
-        v_buffer_stride_h: Int64,
         decay: cute.Tensor,
         state_pool: Int64,
-        state_pool_stride_p: Int64,
-        state_pool_stride_h: Int64,
         indices: Int64,
-        indices_stride: Int64,
-        indices_wide: Int64,
         accepted: Int64,
-        accepted_stride: Int64,
-        accepted_wide: Int64,
-        batch: Int32,
-        limit: Int32,
-        heads: Int32,
-        value_heads: Int32,
-        slots: Int32,
+        layout: Int64,
         stream,
     ):
-        self.kernel(
-            (k_buffer, (k_buffer_stride_p, k_buffer_stride_t, k_buffer_stride_h)),
-            (v_buffer, (v_buffer_stride_p, v_buffer_stride_t, v_buffer_stride_h)),
-            decay,
-            (state_pool, (state_pool_stride_p, state_pool_stride_h)),
-            (indices, indices_stride, indices_wide),
-            (accepted, accepted_stride, accepted_wide),
-            (limit, heads, value_heads, slots),
-        ).launch(
+        block = Layout(layout, LAYOUT_WORDS)
+        buffers = tuple((address, block.wide(3)) for address in (k_buffer, v_buffer))
+        states = (state_pool, block.wide(2))
+        vectors = tuple((address, *block.wide(2)) for address in (indices, accepted))
+        batch, heads, value_heads, slots, limit = block.narrow(5)
+        block.end()
+        self.kernel(buffers, decay, states, vectors, (limit, heads, value_heads, slots)).launch(
             grid=(self.splits * value_heads, batch, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.config.ctas_per_sm(),
@@ -83,7 +69,9 @@ class StateUpdate:
         )
 
     @cute.kernel
-    def kernel(self, k_buffer, v_buffer, decay: cute.Tensor, states, indices, accepted, sizes):
+    def kernel(self, buffers, decay: cute.Tensor, states, vectors, sizes):
+        k_buffer, v_buffer = buffers
+        indices, accepted = vectors
         limit, heads, value_heads, slots = sizes
         smem = SmemAllocator()
         sK = smem.allocate_tensor(Float32, cute.make_layout(MAX_TOKENS * HEAD_DIM), 16)
