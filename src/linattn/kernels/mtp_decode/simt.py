@@ -1,0 +1,216 @@
+"""Lightning Attention decode: one to eight tokens a request, the state in registers.
+
+Per request and value head, with ``lam = exp(-slope)`` and ``S`` of shape [V, K]:
+
+    S_t = lam * S_(t-1) + v_t k_t^T        one fused multiply-add an element on an exact product
+    o_t = scale * S_t q_t                  FP32 sums, rounded to bf16 once
+
+| tensor         | shape, dtype             | direction | meaning                                  |
+| -------------- | ------------------------ | --------- | ---------------------------------------- |
+| q, k           | [B, T, H, 128] bf16      | in        | T in 1..8; last dimension contiguous     |
+| v              | [B, T, HV, 128] bf16     | in        | value head hv reads q/k head hv/(HV/H)   |
+| o              | [B, T, HV, 128] bf16     | out       | zeros where a request has no slot        |
+| decay          | [H] or [HV] f32          | in        | slopes, at least 0                       |
+| state_pool     | [P, HV, 128, 128] f32    | in, out   | by address; written where update is set  |
+| intermediate   | [B, T, HV, 128, 128] f32 | out       | by address, 0 = not wanted               |
+| state_indices  | [B] int32 or int64       | in        | by address, 0 = slot n for request n     |
+
+Work: a CTA owns ``tile_v`` rows of one state; a warp walks ``stages`` batches of ``4 * ilp`` rows.
+Rows never meet, so the split changes no bit. All warps have one role.
+
+Order of a CTA: the first batch of the state is requested, then q, k and v become FP32 in shared
+memory behind one barrier, then every batch takes its tokens while the next one is in flight.
+
+| budget    | value                                                                    |
+| --------- | ------------------------------------------------------------------------ |
+| registers | ``16 * ilp`` of state a batch, two batches with ``stages > 1``; 32 for k, q |
+| shared    | ``config.smem_bytes()``                                                  |
+| barriers  | the CTA-wide one, once                                                   |
+
+Sums of an output: lane ``l`` of the eight of a row adds columns ``32 c + 4 l + j`` in the order of
+``4 c + j``, even and odd ``j`` apart; the two are added, then lanes at distance 1, 2 and 4.
+``reference/speculative.py`` does the same operations in the same order and gives the same bits.
+"""
+
+import cutlass
+from cutlass import BFloat16, Float32, Int32, Int64, cute
+
+from linattn.device import memory, pool, recurrence, row_tile
+from linattn.device.compat import SmemAllocator
+from linattn.device.decay import decay_factor
+from linattn.device.layout import Layout
+from linattn.device.tiling import HEAD_DIM, MAX_TOKENS
+from linattn.kernels.mtp_decode.config import MtpConfig
+
+LAYOUT_WORDS = 25
+"""Integers of the layout: 12 strides of tokens, 5 of states, 2 of indices, 5 sizes, 1 flag."""
+
+
+class MtpDecode:
+    """Builds and launches the kernel of one configuration."""
+
+    def __init__(self, config: MtpConfig):
+        self.config = config
+        self.threads = 32 * config.warps
+        self.batch_rows = 4 * config.ilp
+        self.splits = HEAD_DIM // config.tile_v
+
+    @cute.jit
+    def __call__(
+        self,
+        q: Int64,
+        k: Int64,
+        v: Int64,
+        o: Int64,
+        decay: cute.Tensor,
+        state_pool: Int64,
+        intermediate: Int64,
+        indices: Int64,
+        layout: Int64,
+        scale: Float32,
+        stream,
+    ):
+        block = Layout(layout, LAYOUT_WORDS)
+        tokens = tuple((address, block.wide(3)) for address in (q, k, v, o))
+        states = (state_pool, block.wide(2))
+        steps = (intermediate, block.wide(3))
+        vector = (indices, *block.wide(2))
+        batch, length, heads, value_heads, slots, update = block.narrow(6)
+        block.end()
+        self.kernel(
+            tokens,
+            decay,
+            states,
+            steps,
+            vector,
+            (length, heads, value_heads, slots, update),
+            scale,
+        ).launch(
+            grid=(self.splits * value_heads, batch, 1),
+            block=(self.threads, 1, 1),
+            min_blocks_per_mp=self.config.ctas_per_sm(),
+            preferred_smem_carveout=self.config.carveout(),
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        tensors,
+        decay: cute.Tensor,
+        states,
+        intermediate,
+        indices,
+        sizes,
+        scale: Float32,
+    ):
+        q, k, v, o = tensors
+        tokens, heads, value_heads, slots, update = sizes
+        smem = SmemAllocator()
+        table = cute.make_layout(MAX_TOKENS * HEAD_DIM)
+        sQ = smem.allocate_tensor(Float32, table, 16)
+        sK = smem.allocate_tensor(Float32, table, 16)
+        sV = smem.allocate_tensor(Float32, cute.make_layout(MAX_TOKENS * self.config.tile_v), 16)
+
+        thread, _, _ = cute.arch.thread_idx()
+        block, request, _ = cute.arch.block_idx()
+        head = block // self.splits
+        first_row = (block % self.splits) * self.config.tile_v
+        qk_head = head // (value_heads // heads)
+        slot = pool.slot_of(indices, request, slots)
+        outputs = memory.rows_of(o, request, head)
+        if slot < 0:
+            self.write_zeros(outputs, thread, tokens, first_row)
+        else:
+            address, strides = states
+            state = (address, memory.offset_of(strides, slot, head))
+            inputs = (
+                memory.rows_of(q, request, qk_head),
+                memory.rows_of(k, request, qk_head),
+                memory.rows_of(v, request, head),
+            )
+            slope = decay[head // (value_heads // decay.shape[0])]
+            self.decode(
+                inputs,
+                (sQ, sK, sV),
+                outputs,
+                state,
+                memory.rows_of(intermediate, request, head),
+                (thread, first_row, tokens),
+                decay_factor(slope, Int32(1)),
+                update,
+                scale,
+            )
+
+    @cute.jit
+    def write_zeros(self, outputs, thread: Int32, tokens: Int32, first_row: Int32):
+        """Output rows of a request without a slot."""
+        address, offset, stride_t = outputs
+        columns = self.config.tile_v
+        for index in cutlass.range(thread, tokens * columns, self.threads, unroll=1):
+            at = offset + Int64(index // columns) * stride_t + first_row + index % columns
+            memory.halves(address, at, cute.make_layout(1), 2)[0] = BFloat16(0.0)
+
+    @cute.jit
+    def decode(self, inputs, shared, outputs, state, steps, position, lam, update, scale):
+        """The rows of one CTA: all batches, all tokens."""
+        thread, first_row, tokens = position
+        ilp, stages = self.config.ilp, self.config.stages
+        lane, group = row_tile.lane_position(thread % 32)
+        # Row of this lane's first one in a batch, relative to the CTA's.
+        local = (thread // 32) * self.batch_rows + group * ilp
+        batch = self.config.warps * self.batch_rows
+        address, offset = state
+        places = [
+            row_tile.rows_at(address, offset, first_row + local + s * batch, lane, ilp)
+            for s in range(stages)
+        ]
+        tiles = [row_tile.registers(ilp) for _ in range(min(stages, 2))]
+        row_tile.load(places[0], tiles[0])
+        for source, target in cutlass.const_expr(zip(inputs[:2], shared[:2])):
+            row_tile.stage(source, target, HEAD_DIM, 0, thread, self.threads, tokens)
+        row_tile.stage(
+            inputs[2], shared[2], self.config.tile_v, first_row, thread, self.threads, tokens
+        )
+        cute.arch.sync_threads()
+        for s in cutlass.range_constexpr(stages):
+            if cutlass.const_expr(s + 1 < stages):
+                row_tile.load(places[s + 1], tiles[(s + 1) % 2])
+            self.step_tokens(
+                tiles[s % 2],
+                shared,
+                outputs,
+                steps,
+                (tokens, lane, first_row, local + s * batch),
+                lam,
+                scale,
+            )
+            if update != 0:
+                row_tile.store(tiles[s % 2], places[s])
+
+    @cute.jit
+    def step_tokens(self, tile, shared, outputs, steps, position, lam, scale):
+        """Every token of one batch of rows: step the state, read it, write what is wanted."""
+        tokens, lane, first_row, local = position
+        sQ, sK, sV = shared
+        ilp, packed = self.config.ilp, self.config.packed
+        keys = cute.make_rmem_tensor(cute.make_layout(row_tile.COLUMNS), Float32)
+        queries = cute.make_rmem_tensor(cute.make_layout(row_tile.COLUMNS), Float32)
+        values = cute.make_rmem_tensor(cute.make_layout(ilp), Float32)
+        for t in cutlass.range(tokens, unroll=1):
+            row_tile.columns_of(sK, t, lane, keys)
+            row_tile.columns_of(sQ, t, lane, queries)
+            row_tile.values_of(sV, t * self.config.tile_v + local, values)
+            recurrence.advance(tile, lam, keys, values, packed)
+            result = row_tile.dot(tile, queries, lane, packed)
+            if lane < ilp:
+                address, offset, stride_t = outputs
+                at = offset + Int64(t) * stride_t + (first_row + local + lane)
+                memory.halves(address, at, cute.make_layout(1), 2)[0] = BFloat16(result * scale)
+            address, offset, stride_t = steps
+            if address != 0:
+                at = offset + Int64(t) * stride_t
+                row_tile.store(tile, row_tile.rows_at(address, at, first_row + local, lane, ilp))
+
+
+KERNEL = MtpDecode

@@ -1,0 +1,126 @@
+"""Commit: the accepted prefix of the buffered draft tokens goes into the state.
+
+Per request with a slot, and value head, with ``lam = exp(-slope)`` and ``L`` accepted tokens:
+
+    S_i = lam * S_(i-1) + v_i k_i^T        for i = 1 .. L, in place
+
+| tensor        | shape, dtype             | direction | meaning                                   |
+| ------------- | ------------------------ | --------- | ----------------------------------------- |
+| k_buffer      | [P, T_max, H, 128] bf16  | in        | by pool slot; T_max in 1..8               |
+| v_buffer      | [P, T_max, HV, 128] bf16 | in        | by pool slot                              |
+| decay         | [H] or [HV] f32          | in        | slopes, at least 0                        |
+| state_pool    | [P, HV, 128, 128] f32    | in, out   | by address                                |
+| state_indices | [B] int32 or int64       | in        | by address, 0 = slot n for request n      |
+| accepted_len  | [B] int32 or int64       | in        | L, clamped to 0..T_max                    |
+
+The step is ``device/recurrence.py``, as in the decode kernel, so the committed state has the bits
+that decoding the same tokens leaves. Nothing is written where L is 0 or the request has no slot.
+
+Work: a CTA owns ``tile_v`` rows of one state, a warp ``4 * ilp`` of them; all warps have one role.
+The state is requested first; k and v become FP32 in shared memory while it is in flight.
+"""
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+
+from linattn.device import memory, pool, recurrence, row_tile
+from linattn.device.compat import SmemAllocator
+from linattn.device.decay import decay_factor
+from linattn.device.layout import Layout
+from linattn.device.tiling import HEAD_DIM, MAX_TOKENS
+from linattn.kernels.state_update.config import StateUpdateConfig
+
+LAYOUT_WORDS = 17
+"""Integers of the layout: 6 strides of buffers, 2 of states, 4 of vectors, 5 sizes."""
+
+
+class StateUpdate:
+    """Builds and launches the kernel of one configuration."""
+
+    def __init__(self, config: StateUpdateConfig):
+        self.config = config
+        self.threads = 32 * config.warps
+        self.splits = HEAD_DIM // config.tile_v
+
+    @cute.jit
+    def __call__(
+        self,
+        k_buffer: Int64,
+        v_buffer: Int64,
+        decay: cute.Tensor,
+        state_pool: Int64,
+        indices: Int64,
+        accepted: Int64,
+        layout: Int64,
+        stream,
+    ):
+        block = Layout(layout, LAYOUT_WORDS)
+        buffers = tuple((address, block.wide(3)) for address in (k_buffer, v_buffer))
+        states = (state_pool, block.wide(2))
+        vectors = tuple((address, *block.wide(2)) for address in (indices, accepted))
+        batch, heads, value_heads, slots, limit = block.narrow(5)
+        block.end()
+        self.kernel(buffers, decay, states, vectors, (limit, heads, value_heads, slots)).launch(
+            grid=(self.splits * value_heads, batch, 1),
+            block=(self.threads, 1, 1),
+            min_blocks_per_mp=self.config.ctas_per_sm(),
+            preferred_smem_carveout=self.config.carveout(),
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, buffers, decay: cute.Tensor, states, vectors, sizes):
+        k_buffer, v_buffer = buffers
+        indices, accepted = vectors
+        limit, heads, value_heads, slots = sizes
+        smem = SmemAllocator()
+        sK = smem.allocate_tensor(Float32, cute.make_layout(MAX_TOKENS * HEAD_DIM), 16)
+        sV = smem.allocate_tensor(Float32, cute.make_layout(MAX_TOKENS * self.config.tile_v), 16)
+
+        thread, _, _ = cute.arch.thread_idx()
+        block, request, _ = cute.arch.block_idx()
+        head = block // self.splits
+        first_row = (block % self.splits) * self.config.tile_v
+        qk_head = head // (value_heads // heads)
+        slot = pool.slot_of(indices, request, slots)
+        tokens = pool.length_of(accepted, request, limit)
+        if slot >= 0 and tokens > 0:
+            address, strides = states
+            inputs = (
+                memory.rows_of(k_buffer, slot, qk_head),
+                memory.rows_of(v_buffer, slot, head),
+            )
+            slope = decay[head // (value_heads // decay.shape[0])]
+            self.commit(
+                inputs,
+                (sK, sV),
+                (address, memory.offset_of(strides, slot, head)),
+                (thread, first_row, tokens),
+                decay_factor(slope, Int32(1)),
+            )
+
+    @cute.jit
+    def commit(self, inputs, shared, state, position, lam: Float32):
+        """Step the CTA's rows over the accepted tokens, in place."""
+        thread, first_row, tokens = position
+        sK, sV = shared
+        ilp, columns = self.config.ilp, self.config.tile_v
+        lane, group = row_tile.lane_position(thread % 32)
+        local = (thread // 32 * row_tile.GROUPS + group) * ilp
+        address, offset = state
+        place = row_tile.rows_at(address, offset, first_row + local, lane, ilp)
+        tile = row_tile.registers(ilp)
+        row_tile.load(place, tile)
+        row_tile.stage(inputs[0], sK, HEAD_DIM, 0, thread, self.threads, tokens)
+        row_tile.stage(inputs[1], sV, columns, first_row, thread, self.threads, tokens)
+        cute.arch.sync_threads()
+        keys = cute.make_rmem_tensor(cute.make_layout(row_tile.COLUMNS), Float32)
+        values = cute.make_rmem_tensor(cute.make_layout(ilp), Float32)
+        for t in cutlass.range(tokens, unroll=1):
+            row_tile.columns_of(sK, t, lane, keys)
+            row_tile.values_of(sV, t * columns + local, values)
+            recurrence.advance(tile, lam, keys, values, self.config.packed)
+        row_tile.store(tile, place)
+
+
+KERNEL = StateUpdate
