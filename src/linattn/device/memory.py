@@ -32,6 +32,11 @@ def words(address: Int64, offset, layout, align: int = 4) -> cute.Tensor:
     return view(Int32, address, offset, layout, align)
 
 
+def pairs(address: Int64, offset, layout, align: int = 4) -> cute.Tensor:
+    """View of BF16 elements two to a word, from an even ``offset`` in elements on."""
+    return words(address + Int64(offset) * (BFloat16.width // 8), 0, layout, align)
+
+
 def offset_of(strides: tuple, *coordinates):
     """64-bit sum of coordinate times stride."""
     total = Int64(0)

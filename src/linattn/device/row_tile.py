@@ -8,9 +8,10 @@ factors of a token are four 16-byte reads from shared memory. Lane group ``g`` (
 """
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int64, cute
 
 from linattn.device import memory, ptx, recurrence
+from linattn.device.tiling import HEAD_DIM
 
 LANES = 8
 """Lanes that share a row."""
@@ -19,7 +20,6 @@ GROUPS = 32 // LANES
 PIECES = 4
 COLUMNS = 4 * PIECES
 """Columns of a row that a lane holds."""
-HEAD_DIM = 128
 
 
 def lane_position(lane):
@@ -72,45 +72,24 @@ def dot(tile: cute.Tensor, factors: cute.Tensor, lane, packed: bool) -> Float32:
     """Dot products of a warp's rows with one vector; lane ``l < ilp`` of eight gets row ``l``.
 
     Even and odd registers are summed apart, in order; then the two, then lanes at distance 1, 2, 4.
+    While a lane has several rows, it hands half of them to its partner for as many in return.
     """
-    result = Float32(0.0)
+    totals = []
     for r in range(cute.size(tile, mode=[1])):
         sums = (Float32(0.0), Float32(0.0))
         for e in range(0, COLUMNS, 2):
             pair = (tile[e, r], tile[e + 1, r])
             sums = recurrence.fma2(pair, (factors[e], factors[e + 1]), sums, packed)
-        total = ptx.add_rn(sums[0], sums[1])
-        for distance in (1, 2, 4):
-            total = ptx.add_rn(total, cute.arch.shuffle_sync_bfly(total, offset=distance))
-        result = total if r == 0 else cutlass.select_(lane == r, total, result)
-    return result
-
-
-@cute.jit
-def stage(
-    source: tuple,
-    target: cute.Tensor,
-    columns: cutlass.Constexpr,
-    first,
-    thread,
-    threads: cutlass.Constexpr,
-    tokens,
-):
-    """``tokens`` bf16 rows of ``columns`` columns from column ``first`` to shared FP32 rows."""
-    address, offset, stride_t = source
-    pieces = columns // 4
-    for index in cutlass.range(thread, tokens * pieces, threads, unroll=1):
-        row = index // pieces
-        column = 4 * (index % pieces)
-        at = offset + Int64(row) * stride_t + (first + column)
-        bits = memory.words(address, at // 2, cute.make_layout(2), 8)
-        place = cute.make_tensor(
-            (target.iterator + (row * columns + column)).align(16), cute.make_layout(4)
-        )
-        floats = cute.make_rmem_tensor(cute.make_layout(4), Float32)
-        pair = cute.make_rmem_tensor(cute.make_layout(2), Int32)
-        cute.autovec_copy(bits, pair)
-        for i in cutlass.range_constexpr(2):
-            floats[2 * i] = ptx.low_half(pair[i])
-            floats[2 * i + 1] = ptx.high_half(pair[i])
-        cute.autovec_copy(floats, place)
+        totals.append(ptx.add_rn(sums[0], sums[1]))
+    for distance in (1, 2, 4):
+        kept, given = totals, totals
+        if len(totals) > 1:
+            upper = (lane & distance) != 0
+            pairs = list(zip(totals[0::2], totals[1::2]))
+            kept = [cutlass.select_(upper, b, a) for a, b in pairs]
+            given = [cutlass.select_(upper, a, b) for a, b in pairs]
+        totals = [
+            ptx.add_rn(x, cute.arch.shuffle_sync_bfly(y, offset=distance))
+            for x, y in zip(kept, given)
+        ]
+    return totals[0]

@@ -16,13 +16,15 @@ Exceptions: a state below 2^-110 loses bits that no result keeps, an infinite on
 from cutlass import Float32, Int32, Int64, cute
 
 from linattn.device import memory, ptx
+from linattn.device.tiling import HEAD_DIM
 
 ROWS = 16
 """Rows of the state that a warp owns."""
 STEPS = 8
 """Products over 16 columns that make 128."""
-HEAD_DIM = 128
 MASK = -65536
+TOKEN_WORDS = HEAD_DIM // 2 + 8
+"""Words from one bf16 token to the next in shared memory: fragments then meet no bank twice."""
 
 
 def lane_position(lane):
@@ -82,7 +84,13 @@ def token_at(rows: tuple, token, t) -> cute.Tensor:
     """A lane's columns of one token; ``rows`` is (address, offset, token stride)."""
     address, offset, stride_t = rows
     at = offset + Int64(token) * stride_t + 4 * t
-    return memory.words(address, at // 2, cute.make_layout((2, STEPS), stride=(1, 8)), 8)
+    return memory.pairs(address, at, cute.make_layout((2, STEPS), stride=(1, 8)), 8)
+
+
+def shared_token(shared: cute.Tensor, token, t) -> cute.Tensor:
+    """The counterpart of ``token_at`` for tokens ``TOKEN_WORDS`` apart in shared memory."""
+    layout = cute.make_layout((2, STEPS), stride=(1, 8))
+    return cute.make_tensor((shared.iterator + (token * TOKEN_WORDS + 2 * t)).align(8), layout)
 
 
 def columns_of(shared: cute.Tensor, row, t, part: int, factors: cute.Tensor) -> None:

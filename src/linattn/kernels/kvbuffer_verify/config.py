@@ -51,8 +51,13 @@ class KvbufferVerifyConfig:
         return 16 // self.warps
 
     def smem_bytes(self) -> int:
-        """Shared memory of one CTA in bytes: the buffered keys as FP32."""
-        return 4 * MAX_TOKENS * HEAD_DIM if self.commit else 0
+        """Shared memory of one CTA in bytes.
+
+        With commit: buffered keys as FP32; q and k as bf16 with 32 bytes of padding a row; buffered
+        values and v as bf16.
+        """
+        row = 2 * HEAD_DIM
+        return MAX_TOKENS * (2 * row + 2 * (row + 32) + 2 * row) if self.commit else 0
 
     def carveout(self) -> int:
         """Percent of an SM's L1 memory that those CTAs need as shared memory."""

@@ -19,11 +19,12 @@ by the recurrence that the decode and the commit kernel share.
 | state_indices | [B] int32 or int64       | in        | by address, 0 = slot n for request n      |
 | accepted_len  | [B] int32 or int64       | in        | with commit: clamped to 0..T_max          |
 
-Work: a warp owns 16 rows of one state and every token; nothing passes between warps, so the split
-over V changes no bit. A CTA has ``tile_v`` rows of one value head. With commit it has all rows, and
+Work: a warp owns 16 rows of one state and every token; the split over V changes no bit. A CTA has
+``tile_v`` rows of one value head, and its warps share nothing. With commit it has all rows, and
 walks the value heads that share its query/key head: their keys are read before any is overwritten.
-The commit is scalar on every architecture, because pairs of registers for two-wide arithmetic do
-not fit beside the fragments.
+There the warps request the state and share out everything else: buffered and new tokens are in
+flight together with the state and pass through shared memory. The commit is scalar on every
+architecture, because pairs of registers for two-wide arithmetic do not fit beside the fragments.
 
 | product | M, N, K        | A                          | B                | mma.sync a warp |
 | ------- | -------------- | -------------------------- | ---------------- | --------------- |
@@ -38,8 +39,8 @@ is scaled and rounded to bf16 once.
 | budget    | value                                                              |
 | --------- | ------------------------------------------------------------------ |
 | registers | 64 of state, 32 of q and k, no spill                               |
-| shared    | with commit 4 KiB for the buffered keys as FP32, else none         |
-| barriers  | with commit the CTA-wide one, once, before keys are overwritten    |
+| shared    | with commit buffered keys as FP32, other tokens as bf16; else none |
+| barriers  | with commit the CTA-wide one: once, and twice for each further head |
 
 ``reference/speculative.py`` does the same operations in the same order and gives the same bits.
 """
@@ -47,7 +48,7 @@ is scaled and rounded to bf16 once.
 import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, cute
 
-from linattn.device import memory, pool, ptx, recurrence, row_tile, warp_mma
+from linattn.device import memory, pool, ptx, recurrence, staging, warp_mma
 from linattn.device.compat import SmemAllocator
 from linattn.device.decay import decay_factor
 from linattn.device.layout import Layout
@@ -57,6 +58,9 @@ from linattn.kernels.kvbuffer_verify.config import WARP_ROWS, KvbufferVerifyConf
 LAYOUT_WORDS = 30
 """Integers of the layout: 12 strides of tokens, 2 of states, 6 of buffers, 4 of vectors, 6 sizes.
 """
+
+ROW_WORDS = HEAD_DIM // 2
+"""Words of a bf16 row."""
 
 
 class KvbufferVerify:
@@ -105,6 +109,7 @@ class KvbufferVerify:
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.config.ctas_per_sm(),
             preferred_smem_carveout=self.config.carveout(),
+            use_pdl=True,
             stream=stream,
         )
 
@@ -112,31 +117,42 @@ class KvbufferVerify:
     def kernel(self, tensors, decay: cute.Tensor, states, buffers, vectors, sizes, scale):
         indices, accepted = vectors
         tokens, limit, heads, value_heads, slots = sizes
+        # Global memory may be another kernel's until that has ended; the next one may start early.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         thread, _, _ = cute.arch.thread_idx()
         block, request, _ = cute.arch.block_idx()
         slot = pool.slot_of(indices, request, slots)
         group_size = value_heads // heads
         if cutlass.const_expr(self.config.commit):
-            smem = SmemAllocator()
-            sK = smem.allocate_tensor(Float32, cute.make_layout(MAX_TOKENS * HEAD_DIM), 16)
-            length = Int32(0)
-            if slot >= 0:
-                length = pool.length_of(accepted, request, limit)
+            shared = self.allocate()
+            length = pool.length_of(accepted, request, limit)
             for member in cutlass.range(group_size, unroll=1):
                 head = block * group_size + member
                 slope = decay[head // (value_heads // decay.shape[0])]
                 where = (request, slot, head, block, thread // 32 * WARP_ROWS, member)
-                self.head(tensors, slope, states, buffers, where, tokens, (sK, length), scale)
+                counts = (tokens, length)
+                self.step(tensors, slope, states, buffers, where, counts, shared, scale)
         else:
             head = block // self.splits
             slope = decay[head // (value_heads // decay.shape[0])]
             row = block % self.splits * self.config.tile_v + thread // 32 * WARP_ROWS
             where = (request, slot, head, head // group_size, row, head % group_size)
-            self.head(tensors, slope, states, buffers, where, tokens, None, scale)
+            self.verify(tensors, slope, states, buffers, where, tokens, scale)
+
+    def allocate(self) -> tuple:
+        """Shared memory of a step: buffered keys; q and k; buffered values and v."""
+        smem = SmemAllocator()
+        sOld = smem.allocate_tensor(Float32, cute.make_layout(MAX_TOKENS * HEAD_DIM), 16)
+        padded = cute.make_layout(MAX_TOKENS * warp_mma.TOKEN_WORDS)
+        queries, keys = (smem.allocate_tensor(Int32, padded, 16) for _ in range(2))
+        plain = cute.make_layout(MAX_TOKENS * ROW_WORDS)
+        old_values, values = (smem.allocate_tensor(Int32, plain, 16) for _ in range(2))
+        return sOld, queries, keys, old_values, values
 
     @cute.jit
-    def head(self, tensors, slope, states, buffers, where, tokens: Int32, accepted, scale: Float32):
-        """One warp's 16 rows of one value head."""
+    def verify(self, tensors, slope, states, buffers, where, tokens: Int32, scale: Float32):
+        """One warp's 16 rows of one value head, without a commit."""
         request, slot, head, qk_head, row, member = where
         lane, _, _ = cute.arch.thread_idx()
         g, t = warp_mma.lane_position(lane % 32)
@@ -149,8 +165,6 @@ class KvbufferVerify:
             place = warp_mma.state_at(address, memory.offset_of(strides, slot, head), row, g, t)
             state = warp_mma.state_registers()
             warp_mma.load(place, state)
-            if cutlass.const_expr(self.config.commit):
-                self.commit(state, place, slope, accepted, buffers, where, (g, t))
             queries, keys = warp_mma.token_registers(), warp_mma.token_registers()
             self.read_token(memory.rows_of(q, request, qk_head), g, t, tokens, queries)
             self.read_token(memory.rows_of(k, request, qk_head), g, t, tokens, keys)
@@ -162,37 +176,99 @@ class KvbufferVerify:
                     cute.autovec_copy(keys, warp_mma.token_at(k_rows, g, t))
                 v_rows = memory.rows_of(v_buffer, slot, head)
                 self.write_values(v_rows, row + 2 * g, t, tokens, values)
-            self.attend(state, queries, keys, values, slope, (g, t), result)
+            pairs = cute.make_rmem_tensor(cute.make_layout(MAX_TOKENS), Int32)
+            for i in cutlass.range_constexpr(MAX_TOKENS):
+                pairs[i] = cute.arch.shuffle_sync(values[i // 4], 4 * g + i % 4)
+            self.attend(state, queries, keys, pairs, slope, (g, t), tokens, result)
             factor = scale
         self.emit(memory.rows_of(o, request, head), row + 2 * g, t, tokens, result, factor)
 
     @cute.jit
-    def commit(self, state, place, slope: Float32, accepted, buffers, where, lane_position):
-        """Step the warp's rows over the accepted tokens, in registers and in memory."""
-        _, slot, head, qk_head, row, member = where
-        g, t = lane_position
-        sK, length = accepted
+    def step(self, tensors, slope, states, buffers, where, counts, shared, scale: Float32):
+        """One warp's 16 rows of one value head: commit, store, verify.
+
+        Everything is requested before anything is waited for. What is settled belongs to all warps.
+        """
+        request, slot, head, qk_head, row, member = where
+        tokens, length = counts
+        thread, _, _ = cute.arch.thread_idx()
+        g, t = warp_mma.lane_position(thread % 32)
+        q, k, v, o = tensors
+        result = cute.make_rmem_tensor(cute.make_layout(4), Float32)
+        result.fill(0.0)
+        factor = Float32(1.0)
+        if slot >= 0:
+            address, strides = states
+            place = warp_mma.state_at(address, memory.offset_of(strides, slot, head), row, g, t)
+            state = warp_mma.state_registers()
+            rows = (
+                memory.rows_of(buffers[0], slot, qk_head),
+                memory.rows_of(buffers[1], slot, head),
+                memory.rows_of(q, request, qk_head),
+                memory.rows_of(k, request, qk_head),
+                memory.rows_of(v, request, head),
+            )
+            self.exchange(rows, place, state, (tokens, length, member), shared)
+            if length > 0:
+                self.commit(state, slope, length, shared, row, (g, t))
+                warp_mma.store(state, place)
+            queries, keys = warp_mma.token_registers(), warp_mma.token_registers()
+            cute.autovec_copy(warp_mma.shared_token(shared[1], g, t), queries)
+            cute.autovec_copy(warp_mma.shared_token(shared[2], g, t), keys)
+            pairs = cute.make_rmem_tensor(cute.make_layout(MAX_TOKENS), Int32)
+            for i in cutlass.range_constexpr(MAX_TOKENS):
+                pairs[i] = shared[4][i * ROW_WORDS + row // 2 + g]
+            self.attend(state, queries, keys, pairs, slope, (g, t), tokens, result)
+            factor = scale
+        self.emit(memory.rows_of(o, request, head), row + 2 * g, t, tokens, result, factor)
+
+    @cute.jit
+    def exchange(self, rows, place, state, counts, shared):
+        """Bring the state and all tokens in, and the drafts into the buffers.
+
+        Value heads behind the first find the buffered keys, q and k where the first one left them.
+        """
+        tokens, length, member = counts
+        old_k, old_v, q, k, v = rows
+        sOld, sQ, sK, sOldV, sV = shared
+        thread, _, _ = cute.arch.thread_idx()
+        all_of = (HEAD_DIM, 0, thread, self.threads)
+        fresh, kept = tokens, length
+        if member != 0:
+            fresh, kept = Int32(0), Int32(0)
+        warp_mma.load(place, state)
+        old_keys = staging.request(old_k, *all_of, kept)
+        old_values = staging.request(old_v, *all_of, length)
+        queries = staging.request(q, *all_of, fresh)
+        keys = staging.request(k, *all_of, fresh)
+        values = staging.request(v, *all_of, tokens)
         if member == 0:
-            thread, _, _ = cute.arch.thread_idx()
-            rows = memory.rows_of(buffers[0], slot, qk_head)
-            row_tile.stage(rows, sK, HEAD_DIM, 0, thread, self.threads, length)
-            cute.arch.sync_threads()
-        if length > 0:
-            keys = cute.make_rmem_tensor(cute.make_layout(2 * warp_mma.STEPS), Float32)
-            lam = decay_factor(slope, Int32(1))
-            v_rows = memory.rows_of(buffers[1], slot, head)
-            values = self.read_values(v_rows, row + 2 * g, t, length)
-            for i in cutlass.range(length, unroll=1):
-                mine = values[0]
-                if i >= 4:
-                    mine = values[1]
-                pair = cute.arch.shuffle_sync(mine, 4 * g + i % 4)
-                rows = (ptx.low_half(pair), ptx.high_half(pair))
-                for part in cutlass.range_constexpr(2):
-                    warp_mma.columns_of(sK, i, t, part, keys)
-                    first = part * 2 * warp_mma.STEPS
-                    recurrence.advance(state, lam, keys, rows, False, first)
-            warp_mma.store(state, place)
+            staging.settle_floats(old_keys, sOld, HEAD_DIM, thread, self.threads, length)
+            words = (HEAD_DIM, warp_mma.TOKEN_WORDS, thread, self.threads)
+            staging.settle_words(queries, sQ, *words)
+            staging.settle_words(keys, sK, *words)
+        else:
+            cute.arch.sync_threads()  # no warp is still reading the values of the head before
+        staging.settle_words(old_values, sOldV, HEAD_DIM, ROW_WORDS, thread, self.threads)
+        staging.settle_words(values, sV, HEAD_DIM, ROW_WORDS, thread, self.threads)
+        cute.arch.sync_threads()  # and no buffered token is overwritten before it was read
+        staging.write(keys, old_k, HEAD_DIM, thread, self.threads, fresh)
+        staging.write(values, old_v, HEAD_DIM, thread, self.threads, tokens)
+
+    @cute.jit
+    def commit(self, state, slope: Float32, length: Int32, shared, row, lane_position):
+        """Step the warp's rows over the accepted tokens, in registers."""
+        g, t = lane_position
+        sOld, _, _, sOldV, _ = shared
+        keys = cute.make_rmem_tensor(cute.make_layout(2 * warp_mma.STEPS), Float32)
+        lam = decay_factor(slope, Int32(1))
+        for i in cutlass.range(length, unroll=1):
+            pair = sOldV[i * ROW_WORDS + row // 2 + g]
+            values = (ptx.low_half(pair), ptx.high_half(pair))
+            for part in cutlass.range_constexpr(2):
+                warp_mma.columns_of(sOld, i, t, part, keys)
+                first = part * 2 * warp_mma.STEPS
+                recurrence.advance(state, lam, keys, values, False, first)
 
     @cute.jit
     def read_token(self, rows, token, t, tokens: Int32, target: cute.Tensor):
@@ -210,8 +286,8 @@ class KvbufferVerify:
         for i in cutlass.range_constexpr(2):
             token = t + 4 * i
             if token < tokens:
-                at = (offset + Int64(token) * stride_t + row) // 2
-                values[i] = memory.words(address, at, cute.make_layout(1))[0]
+                at = offset + Int64(token) * stride_t + row
+                values[i] = memory.pairs(address, at, cute.make_layout(1))[0]
         return values
 
     @cute.jit
@@ -221,12 +297,15 @@ class KvbufferVerify:
         for i in cutlass.range_constexpr(2):
             token = t + 4 * i
             if token < tokens:
-                at = (offset + Int64(token) * stride_t + row) // 2
-                memory.words(address, at, cute.make_layout(1))[0] = values[i]
+                at = offset + Int64(token) * stride_t + row
+                memory.pairs(address, at, cute.make_layout(1))[0] = values[i]
 
     @cute.jit
-    def attend(self, state, queries, keys, values, slope: Float32, lane_position, result):
-        """Unscaled outputs in result order: register ``2 h + p`` is row 2 g + h, token 2 t + p."""
+    def attend(self, state, queries, keys, pairs, slope, lane_position, tokens, result):
+        """Unscaled outputs in result order: register ``2 h + p`` is row 2 g + h, token 2 t + p.
+
+        ``pairs`` holds rows 2 g and 2 g + 1 of v for every token.
+        """
         g, t = lane_position
         weights = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         products = warp_mma.score(keys, queries)
@@ -239,13 +318,13 @@ class KvbufferVerify:
             for h in cutlass.range_constexpr(2):
                 result[2 * h + p] = ptx.mul_rn(inter[2 * h + p], factor)
         for i in cutlass.range_constexpr(MAX_TOKENS):
-            pair = cute.arch.shuffle_sync(values[i // 4], 4 * g + i % 4)
-            rows = (ptx.low_half(pair), ptx.high_half(pair))
-            for p in cutlass.range_constexpr(2):
-                weight = cute.arch.shuffle_sync(weights[p], 4 * i + t)
-                if i <= 2 * t + p:
-                    for h in cutlass.range_constexpr(2):
-                        result[2 * h + p] = ptx.fma_rn(weight, rows[h], result[2 * h + p])
+            if i < tokens:
+                rows = (ptx.low_half(pairs[i]), ptx.high_half(pairs[i]))
+                for p in cutlass.range_constexpr(2):
+                    weight = cute.arch.shuffle_sync(weights[p], 4 * i + t)
+                    if i <= 2 * t + p:
+                        for h in cutlass.range_constexpr(2):
+                            result[2 * h + p] = ptx.fma_rn(weight, rows[h], result[2 * h + p])
 
     @cute.jit
     def emit(self, outputs, row, t, tokens: Int32, result: cute.Tensor, scale):

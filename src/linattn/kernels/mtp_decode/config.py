@@ -55,14 +55,13 @@ class MtpConfig:
 
 
 TABLE: tuple[tuple[int, MtpConfig], ...] = (
-    (128, MtpConfig(tile_v=16, warps=4, ilp=1, stages=1)),
-    (1024, MtpConfig(tile_v=32, warps=4, ilp=2, stages=1)),
-    (1 << 62, MtpConfig(tile_v=64, warps=4, ilp=4, stages=1)),
+    (2048, MtpConfig(tile_v=32, warps=4, ilp=2, stages=1)),
+    (1 << 62, MtpConfig(tile_v=128, warps=4, ilp=2, stages=4)),
 )
 """Configuration by states of a call, ``B * HV``, up to and with the first number of a row.
 
-Few states: many small CTAs, so that every SM has loads in flight. Many: large ones, which read q
-and k less often.
+Few states: many small CTAs, so that every SM has loads in flight and the last wave is full. Many:
+CTAs of whole states, which read q and k once. The same one was fastest at every number of tokens.
 """
 
 FAMILIES: dict[str, tuple[MtpConfig, ...]] = {

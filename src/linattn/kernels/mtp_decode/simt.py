@@ -18,8 +18,9 @@ Per request and value head, with ``lam = exp(-slope)`` and ``S`` of shape [V, K]
 Work: a CTA owns ``tile_v`` rows of one state; a warp walks ``stages`` batches of ``4 * ilp`` rows.
 Rows never meet, so the split changes no bit. All warps have one role.
 
-Order of a CTA: the first batch of the state is requested, then q, k and v become FP32 in shared
-memory behind one barrier, then every batch takes its tokens while the next one is in flight.
+Order of a CTA: q, k, v and the first two batches of the state are requested together, so that no
+latency adds to another; q, k and v become FP32 in shared memory behind one barrier; then every
+batch takes its tokens and is written, and the next but one is requested into its registers.
 
 | budget    | value                                                                    |
 | --------- | ------------------------------------------------------------------------ |
@@ -35,7 +36,7 @@ Sums of an output: lane ``l`` of the eight of a row adds columns ``32 c + 4 l + 
 import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, cute
 
-from linattn.device import memory, pool, recurrence, row_tile
+from linattn.device import memory, pool, recurrence, row_tile, staging
 from linattn.device.compat import SmemAllocator
 from linattn.device.decay import decay_factor
 from linattn.device.layout import Layout
@@ -90,6 +91,7 @@ class MtpDecode:
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.config.ctas_per_sm(),
             preferred_smem_carveout=self.config.carveout(),
+            use_pdl=True,
             stream=stream,
         )
 
@@ -112,15 +114,17 @@ class MtpDecode:
         sK = smem.allocate_tensor(Float32, table, 16)
         sV = smem.allocate_tensor(Float32, cute.make_layout(MAX_TOKENS * self.config.tile_v), 16)
 
+        # Global memory may be another kernel's until that has ended; the next one may start early.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         thread, _, _ = cute.arch.thread_idx()
         block, request, _ = cute.arch.block_idx()
         head = block // self.splits
         first_row = (block % self.splits) * self.config.tile_v
         qk_head = head // (value_heads // heads)
         slot = pool.slot_of(indices, request, slots)
-        outputs = memory.rows_of(o, request, head)
         if slot < 0:
-            self.write_zeros(outputs, thread, tokens, first_row)
+            self.write_zeros(memory.rows_of(o, request, head), thread, tokens, first_row)
         else:
             address, strides = states
             state = (address, memory.offset_of(strides, slot, head))
@@ -133,9 +137,8 @@ class MtpDecode:
             self.decode(
                 inputs,
                 (sQ, sK, sV),
-                outputs,
+                (o, intermediate, request, head),
                 state,
-                memory.rows_of(intermediate, request, head),
                 (thread, first_row, tokens),
                 decay_factor(slope, Int32(1)),
                 update,
@@ -152,7 +155,7 @@ class MtpDecode:
             memory.halves(address, at, cute.make_layout(1), 2)[0] = BFloat16(0.0)
 
     @cute.jit
-    def decode(self, inputs, shared, outputs, state, steps, position, lam, update, scale):
+    def decode(self, inputs, shared, results, state, position, lam, update, scale):
         """The rows of one CTA: all batches, all tokens."""
         thread, first_row, tokens = position
         ilp, stages = self.config.ilp, self.config.stages
@@ -162,36 +165,43 @@ class MtpDecode:
         batch = self.config.warps * self.batch_rows
         address, offset = state
         places = [
-            row_tile.rows_at(address, offset, first_row + local + s * batch, lane, ilp)
+            row_tile.rows_at(address, offset + s * batch * HEAD_DIM, first_row + local, lane, ilp)
             for s in range(stages)
         ]
         tiles = [row_tile.registers(ilp) for _ in range(min(stages, 2))]
-        row_tile.load(places[0], tiles[0])
-        for source, target in cutlass.const_expr(zip(inputs[:2], shared[:2])):
-            row_tile.stage(source, target, HEAD_DIM, 0, thread, self.threads, tokens)
-        row_tile.stage(
-            inputs[2], shared[2], self.config.tile_v, first_row, thread, self.threads, tokens
-        )
+        columns, threads = self.config.tile_v, self.threads
+        for s in cutlass.range_constexpr(len(tiles)):
+            row_tile.load(places[s], tiles[s])
+        queries = staging.request(inputs[0], HEAD_DIM, 0, thread, threads, tokens)
+        keys = staging.request(inputs[1], HEAD_DIM, 0, thread, threads, tokens)
+        values = staging.request(inputs[2], columns, first_row, thread, threads, tokens)
+        staging.settle_floats(queries, shared[0], HEAD_DIM, thread, threads, tokens)
+        staging.settle_floats(keys, shared[1], HEAD_DIM, thread, threads, tokens)
+        staging.settle_floats(values, shared[2], columns, thread, threads, tokens)
         cute.arch.sync_threads()
+        o, intermediate, request, head = results
+        address, offset, stride_t = memory.rows_of(o, request, head)
+        outputs = (address, offset + (first_row + local + lane), stride_t)
+        steps = memory.rows_of(intermediate, request, head)
         for s in cutlass.range_constexpr(stages):
-            if cutlass.const_expr(s + 1 < stages):
-                row_tile.load(places[s + 1], tiles[(s + 1) % 2])
             self.step_tokens(
                 tiles[s % 2],
                 shared,
                 outputs,
                 steps,
-                (tokens, lane, first_row, local + s * batch),
+                (tokens, lane, first_row, local, s * batch),
                 lam,
                 scale,
             )
             if update != 0:
                 row_tile.store(tiles[s % 2], places[s])
+            if cutlass.const_expr(s + 2 < stages):
+                row_tile.load(places[s + 2], tiles[s % 2])
 
     @cute.jit
     def step_tokens(self, tile, shared, outputs, steps, position, lam, scale):
         """Every token of one batch of rows: step the state, read it, write what is wanted."""
-        tokens, lane, first_row, local = position
+        tokens, lane, first_row, local, shift = position
         sQ, sK, sV = shared
         ilp, packed = self.config.ilp, self.config.packed
         keys = cute.make_rmem_tensor(cute.make_layout(row_tile.COLUMNS), Float32)
@@ -199,17 +209,19 @@ class MtpDecode:
         values = cute.make_rmem_tensor(cute.make_layout(ilp), Float32)
         for t in cutlass.range(tokens, unroll=1):
             row_tile.columns_of(sK, t, lane, keys)
-            row_tile.columns_of(sQ, t, lane, queries)
-            row_tile.values_of(sV, t * self.config.tile_v + local, values)
+            row_tile.values_of(sV, t * self.config.tile_v + local + shift, values)
             recurrence.advance(tile, lam, keys, values, packed)
+            # Not before the step, or keys and queries need registers at the same time.
+            cute.arch.sync_warp()
+            row_tile.columns_of(sQ, t, lane, queries)
             result = row_tile.dot(tile, queries, lane, packed)
             if lane < ilp:
                 address, offset, stride_t = outputs
-                at = offset + Int64(t) * stride_t + (first_row + local + lane)
+                at = offset + Int64(t) * stride_t + shift
                 memory.halves(address, at, cute.make_layout(1), 2)[0] = BFloat16(result * scale)
             address, offset, stride_t = steps
             if address != 0:
-                at = offset + Int64(t) * stride_t
+                at = offset + Int64(t) * stride_t + shift * HEAD_DIM
                 row_tile.store(tile, row_tile.rows_at(address, at, first_row + local, lane, ilp))
 
 

@@ -13,6 +13,9 @@ from linattn.device.tiling import HEAD_DIM, MAX_TOKENS, check_row_split, smem_pe
 RESIDENT_WARPS = {1: 32, 2: 24, 4: 16}
 """Warps that an SM holds at least, by rows of a lane: as many as spill no register."""
 
+RESIDENT_WARPS_IN_STAGES = {1: 32, 2: 20, 4: 12}
+"""The same where a lane holds two batches of rows."""
+
 
 @dataclass(frozen=True)
 class StateUpdateConfig:
@@ -22,22 +25,24 @@ class StateUpdateConfig:
         tile_v: rows of the state, of 128, that one CTA owns.
         warps: warps of a CTA.
         ilp: rows that a lane works on at once; their loads are in flight together.
+        stages: batches of rows that a warp walks; two are in registers at a time.
         packed: two-wide FP32 arithmetic, which Blackwell has and Hopper lacks; same bits.
     """
 
     tile_v: int
     warps: int
     ilp: int
+    stages: int
     packed: bool = False
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for a configuration that would leave rows out."""
-        check_row_split(self.tile_v, self.warps, self.ilp, 1)
+        check_row_split(self.tile_v, self.warps, self.ilp, self.stages)
 
     def name(self) -> str:
         """Short name used for the kernel symbol, the cache entry and profiler rows."""
         suffix = "_x2" if self.packed else ""
-        return f"state_update_v{self.tile_v}_w{self.warps}_i{self.ilp}{suffix}"
+        return f"state_update_v{self.tile_v}_w{self.warps}_i{self.ilp}_s{self.stages}{suffix}"
 
     def smem_bytes(self) -> int:
         """Shared memory of one CTA in bytes: k and the CTA's part of v, as FP32."""
@@ -45,7 +50,8 @@ class StateUpdateConfig:
 
     def ctas_per_sm(self) -> int:
         """CTAs that an SM should hold at least, which caps the registers of a thread."""
-        return RESIDENT_WARPS[self.ilp] // self.warps
+        table = RESIDENT_WARPS if self.stages == 1 else RESIDENT_WARPS_IN_STAGES
+        return table[self.ilp] // self.warps
 
     def carveout(self) -> int:
         """Percent of an SM's L1 memory that so many CTAs need as shared memory."""
@@ -53,11 +59,14 @@ class StateUpdateConfig:
 
 
 TABLE: tuple[tuple[int, StateUpdateConfig], ...] = (
-    (128, StateUpdateConfig(tile_v=16, warps=4, ilp=1)),
-    (1024, StateUpdateConfig(tile_v=32, warps=4, ilp=2)),
-    (1 << 62, StateUpdateConfig(tile_v=64, warps=4, ilp=4)),
+    (128, StateUpdateConfig(tile_v=16, warps=4, ilp=1, stages=1)),
+    (1 << 62, StateUpdateConfig(tile_v=32, warps=2, ilp=4, stages=1)),
 )
-"""Configuration by states of a call, ``B * HV``, up to and with the first number of a row."""
+"""Configuration by states of a call, ``B * HV``, up to and with the first number of a row.
+
+Few states: many small CTAs, so that every SM has loads in flight. Many: CTAs that read the keys
+less often.
+"""
 
 FAMILIES: dict[str, tuple[StateUpdateConfig, ...]] = {
     "sm90": tuple(config for _, config in TABLE),

@@ -16,14 +16,19 @@ Per request with a slot, and value head, with ``lam = exp(-slope)`` and ``L`` ac
 The step is ``device/recurrence.py``, as in the decode kernel, so the committed state has the bits
 that decoding the same tokens leaves. Nothing is written where L is 0 or the request has no slot.
 
-Work: a CTA owns ``tile_v`` rows of one state, a warp ``4 * ilp`` of them; all warps have one role.
-The state is requested first; k and v become FP32 in shared memory while it is in flight.
+Work: a CTA owns ``tile_v`` rows of one state; a warp walks ``stages`` batches of ``4 * ilp`` rows.
+All warps have one role. CTAs take the states from the last to the first, because a verification
+before took them from the first to the last, and left the last ones in L2.
+
+Order of a CTA: k, v and the first two batches of the state are requested together; k and v become
+FP32 in shared memory behind one barrier; then every batch takes its tokens and is written, and the
+next but one is requested into its registers.
 """
 
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from linattn.device import memory, pool, recurrence, row_tile
+from linattn.device import memory, pool, recurrence, row_tile, staging
 from linattn.device.compat import SmemAllocator
 from linattn.device.decay import decay_factor
 from linattn.device.layout import Layout
@@ -65,6 +70,7 @@ class StateUpdate:
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.config.ctas_per_sm(),
             preferred_smem_carveout=self.config.carveout(),
+            use_pdl=True,
             stream=stream,
         )
 
@@ -77,8 +83,14 @@ class StateUpdate:
         sK = smem.allocate_tensor(Float32, cute.make_layout(MAX_TOKENS * HEAD_DIM), 16)
         sV = smem.allocate_tensor(Float32, cute.make_layout(MAX_TOKENS * self.config.tile_v), 16)
 
+        # Global memory may be another kernel's until that has ended; the next one may start early.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         thread, _, _ = cute.arch.thread_idx()
         block, request, _ = cute.arch.block_idx()
+        blocks, requests, _ = cute.arch.grid_dim()
+        # From the last state to the first: those that a verification read last are still in L2.
+        block, request = blocks - 1 - block, requests - 1 - request
         head = block // self.splits
         first_row = (block % self.splits) * self.config.tile_v
         qk_head = head // (value_heads // heads)
@@ -103,24 +115,42 @@ class StateUpdate:
     def commit(self, inputs, shared, state, position, lam: Float32):
         """Step the CTA's rows over the accepted tokens, in place."""
         thread, first_row, tokens = position
-        sK, sV = shared
-        ilp, columns = self.config.ilp, self.config.tile_v
+        ilp, stages, threads = self.config.ilp, self.config.stages, self.threads
+        columns, batch_rows = self.config.tile_v, row_tile.GROUPS * self.config.ilp
         lane, group = row_tile.lane_position(thread % 32)
-        local = (thread // 32 * row_tile.GROUPS + group) * ilp
+        # Row of this lane's first one in a batch, relative to the CTA's.
+        local = (thread // 32) * batch_rows + group * ilp
+        batch = self.config.warps * batch_rows
         address, offset = state
-        place = row_tile.rows_at(address, offset, first_row + local, lane, ilp)
-        tile = row_tile.registers(ilp)
-        row_tile.load(place, tile)
-        row_tile.stage(inputs[0], sK, HEAD_DIM, 0, thread, self.threads, tokens)
-        row_tile.stage(inputs[1], sV, columns, first_row, thread, self.threads, tokens)
+        places = [
+            row_tile.rows_at(address, offset, first_row + local + s * batch, lane, ilp)
+            for s in range(stages)
+        ]
+        tiles = [row_tile.registers(ilp) for _ in range(min(stages, 2))]
+        for s in cutlass.range_constexpr(len(tiles)):
+            row_tile.load(places[s], tiles[s])
+        keys = staging.request(inputs[0], HEAD_DIM, 0, thread, threads, tokens)
+        values = staging.request(inputs[1], columns, first_row, thread, threads, tokens)
+        staging.settle_floats(keys, shared[0], HEAD_DIM, thread, threads, tokens)
+        staging.settle_floats(values, shared[1], columns, thread, threads, tokens)
         cute.arch.sync_threads()
+        for s in cutlass.range_constexpr(stages):
+            self.step_tokens(tiles[s % 2], shared, (tokens, lane, local + s * batch), lam)
+            row_tile.store(tiles[s % 2], places[s])
+            if cutlass.const_expr(s + 2 < stages):
+                row_tile.load(places[s + 2], tiles[s % 2])
+
+    @cute.jit
+    def step_tokens(self, tile, shared, position, lam: Float32):
+        """Every token of one batch of rows."""
+        tokens, lane, local = position
+        sK, sV = shared
         keys = cute.make_rmem_tensor(cute.make_layout(row_tile.COLUMNS), Float32)
-        values = cute.make_rmem_tensor(cute.make_layout(ilp), Float32)
+        values = cute.make_rmem_tensor(cute.make_layout(self.config.ilp), Float32)
         for t in cutlass.range(tokens, unroll=1):
             row_tile.columns_of(sK, t, lane, keys)
-            row_tile.values_of(sV, t * columns + local, values)
+            row_tile.values_of(sV, t * self.config.tile_v + local, values)
             recurrence.advance(tile, lam, keys, values, self.config.packed)
-        row_tile.store(tile, place)
 
 
 KERNEL = StateUpdate
