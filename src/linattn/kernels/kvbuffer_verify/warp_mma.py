@@ -176,10 +176,11 @@ class KvbufferVerify:
                     cute.autovec_copy(keys, warp_mma.token_at(k_rows, g, t))
                 v_rows = memory.rows_of(v_buffer, slot, head)
                 self.write_values(v_rows, row + 2 * g, t, tokens, values)
-            pairs = cute.make_rmem_tensor(cute.make_layout(MAX_TOKENS), Int32)
+            weights = self.attend(state, queries, keys, slope, (g, t), result)
             for i in cutlass.range_constexpr(MAX_TOKENS):
-                pairs[i] = cute.arch.shuffle_sync(values[i // 4], 4 * g + i % 4)
-            self.attend(state, queries, keys, pairs, slope, (g, t), tokens, result)
+                if i < tokens:
+                    pair = cute.arch.shuffle_sync(values[i // 4], 4 * g + i % 4)
+                    self.add_token(i, pair, weights, t, result)
             factor = scale
         self.emit(memory.rows_of(o, request, head), row + 2 * g, t, tokens, result, factor)
 
@@ -215,10 +216,11 @@ class KvbufferVerify:
             queries, keys = warp_mma.token_registers(), warp_mma.token_registers()
             cute.autovec_copy(warp_mma.shared_token(shared[1], g, t), queries)
             cute.autovec_copy(warp_mma.shared_token(shared[2], g, t), keys)
-            pairs = cute.make_rmem_tensor(cute.make_layout(MAX_TOKENS), Int32)
+            weights = self.attend(state, queries, keys, slope, (g, t), result)
             for i in cutlass.range_constexpr(MAX_TOKENS):
-                pairs[i] = shared[4][i * ROW_WORDS + row // 2 + g]
-            self.attend(state, queries, keys, pairs, slope, (g, t), tokens, result)
+                if i < tokens:
+                    pair = shared[4][i * ROW_WORDS + row // 2 + g]
+                    self.add_token(i, pair, weights, t, result)
             factor = scale
         self.emit(memory.rows_of(o, request, head), row + 2 * g, t, tokens, result, factor)
 
@@ -301,10 +303,10 @@ class KvbufferVerify:
                 memory.pairs(address, at, cute.make_layout(1))[0] = values[i]
 
     @cute.jit
-    def attend(self, state, queries, keys, pairs, slope, lane_position, tokens, result):
-        """Unscaled outputs in result order: register ``2 h + p`` is row 2 g + h, token 2 t + p.
+    def attend(self, state, queries, keys, slope, lane_position, result) -> cute.Tensor:
+        """What the state gives in result order: register ``2 h + p`` is row 2 g + h, token 2 t + p.
 
-        ``pairs`` holds rows 2 g and 2 g + 1 of v for every token.
+        Returns the weights of token ``g`` in tokens ``2 t`` and ``2 t + 1``.
         """
         g, t = lane_position
         weights = cute.make_rmem_tensor(cute.make_layout(2), Float32)
@@ -317,14 +319,17 @@ class KvbufferVerify:
             factor = decay_factor(slope, 2 * t + p + 1)
             for h in cutlass.range_constexpr(2):
                 result[2 * h + p] = ptx.mul_rn(inter[2 * h + p], factor)
-        for i in cutlass.range_constexpr(MAX_TOKENS):
-            if i < tokens:
-                rows = (ptx.low_half(pairs[i]), ptx.high_half(pairs[i]))
-                for p in cutlass.range_constexpr(2):
-                    weight = cute.arch.shuffle_sync(weights[p], 4 * i + t)
-                    if i <= 2 * t + p:
-                        for h in cutlass.range_constexpr(2):
-                            result[2 * h + p] = ptx.fma_rn(weight, rows[h], result[2 * h + p])
+        return weights
+
+    @cute.jit
+    def add_token(self, i: cutlass.Constexpr, pair, weights, t, result):
+        """Add token ``i``, of which ``pair`` is rows 2 g and 2 g + 1 of v, to those from it on."""
+        rows = (ptx.low_half(pair), ptx.high_half(pair))
+        for p in cutlass.range_constexpr(2):
+            weight = cute.arch.shuffle_sync(weights[p], 4 * i + t)
+            if i <= 2 * t + p:
+                for h in cutlass.range_constexpr(2):
+                    result[2 * h + p] = ptx.fma_rn(weight, rows[h], result[2 * h + p])
 
     @cute.jit
     def emit(self, outputs, row, t, tokens: Int32, result: cute.Tensor, scale):

@@ -6,7 +6,7 @@ importable without a GPU and without the DSL.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from linattn.device.tiling import HEAD_DIM, MAX_TOKENS, check_row_split, smem_percent
 
@@ -54,24 +54,31 @@ class MtpConfig:
         return smem_percent(self.smem_bytes(), self.ctas_per_sm())
 
 
-TABLE: tuple[tuple[int, MtpConfig], ...] = (
-    (2048, MtpConfig(tile_v=32, warps=4, ilp=2, stages=1)),
-    (1 << 62, MtpConfig(tile_v=128, warps=4, ilp=2, stages=4)),
-)
-"""Configuration by states of a call, ``B * HV``, up to and with the first number of a row.
+_MOST = 1 << 62
+
+TABLES: dict[str, tuple[tuple[int, MtpConfig], ...]] = {
+    "sm90": (
+        (2048, MtpConfig(tile_v=32, warps=4, ilp=2, stages=1)),
+        (_MOST, MtpConfig(tile_v=128, warps=4, ilp=2, stages=4)),
+    ),
+    "sm100": (
+        (2048, MtpConfig(tile_v=32, warps=4, ilp=2, stages=1, packed=True)),
+        (_MOST, MtpConfig(tile_v=64, warps=4, ilp=4, stages=1, packed=True)),
+    ),
+}
+"""By family: configuration by states of a call, ``B * HV``, up to and with a row's first number.
 
 Few states: many small CTAs, so that every SM has loads in flight and the last wave is full. Many:
-CTAs of whole states, which read q and k once. The same one was fastest at every number of tokens.
+CTAs that read q and k less often; two batches of rows in registers do not fit beside the register
+pairs of two-wide arithmetic. The same row was fastest at every number of tokens.
 """
 
 FAMILIES: dict[str, tuple[MtpConfig, ...]] = {
-    "sm90": tuple(config for _, config in TABLE),
-    "sm100": tuple(replace(config, packed=True) for _, config in TABLE),
+    family: tuple(config for _, config in table) for family, table in TABLES.items()
 }
 """Every configuration that ships, by family; ahead-of-time builds and codegen claims iterate it."""
 
 
 def choose(states: int, family: str) -> MtpConfig:
     """The configuration for a call on so many states."""
-    row = next(i for i, (limit, _) in enumerate(TABLE) if states <= limit)
-    return FAMILIES[family][row]
+    return next(config for limit, config in TABLES[family] if states <= limit)
