@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from linattn.errors import type_error, value_error
-from linattn.host import dispatch, launch, validate
+from linattn.host import checked, dispatch, launch, validate
 from linattn.host.guards import Matches, matcher, properties
 from linattn.host.signature import Signature
 
@@ -141,6 +141,7 @@ def check(
         TypeError, ValueError: as ``validate.check``; numbers of tokens that no kernel takes; fewer
             slots than requests without indices; an output that shares bytes with itself.
     """
+    checked.consult()
     sizes = validate.check(signature, tensors, accepts, layout)
     sizes.setdefault("T", 1)
     for symbol, label in (("T", "q"), ("T_max", "k_buffer")):
@@ -172,8 +173,10 @@ def function_of(
 ) -> Callable[..., Any] | None:
     """The compiled function for these sizes; None where nothing is to be launched."""
     arch = launcher.arch(device)
+    processors = launcher.multiprocessors(device)
     shapes = {letter: sizes[letter] for letter in ("B", "T", "H", "HV")}
-    chosen = dispatch.select(operator, arch, {**shapes, **switches})
+    shapes.update(switches)
+    chosen = dispatch.select(operator, arch, shapes, multiprocessors=processors)
     if chosen.config is None:
         return None
     return launcher.ready(operator, arch, chosen.config, public)
@@ -192,6 +195,27 @@ def launch_on(
     else:
         with guard:
             function(*arguments)
+
+
+def check_contents(public: str, launcher: launch.Launcher, tensors: Tensors) -> None:
+    """What checked mode reads before a launch.
+
+    Raises:
+        RuntimeError: inside a graph capture.
+        ValueError: slopes, indices or lengths that ``linattn.checked`` refuses.
+    """
+    checked.readable(public, launcher)
+    decay, pool = tensors["decay"], tensors["state_pool"]
+    assert decay is not None
+    assert pool is not None
+    checked.slopes("decay", decay)
+    slots, accepted = tensors["state_indices"], tensors.get("accepted_len")
+    if slots is not None:
+        checked.indices("state_indices", slots, pool.shape[0])
+    if accepted is not None:
+        buffer = tensors["k_buffer"]
+        assert buffer is not None
+        checked.lengths("accepted_len", accepted, buffer.shape[1])
 
 
 def refuse_grad(signature: Signature, tensors: Tensors) -> None:

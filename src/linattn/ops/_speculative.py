@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from linattn.errors import value_error
-from linattn.host import launch, validate
+from linattn.host import checked, launch, validate
 from linattn.host.signature import KVBUFFER_VERIFY, MTP_DECODE, STATE_UPDATE, Signature
 from linattn.ops import _calls
 
@@ -118,6 +118,9 @@ def decode(
         ):
             tensors = decode_tensors(q, k, v, state_pool, decay, state_indices, intermediate, out)
             _calls.refuse_overlap(plan, MTP_DECODE, out, tensors)
+    if checked.active:
+        tensors = decode_tensors(q, k, v, state_pool, decay, state_indices, intermediate, out)
+        _calls.check_contents(name, launcher, tensors)
     if plan.detach:
         decay = decay.detach()
     at = plan.layout_at
@@ -232,6 +235,8 @@ def verify(
         _calls.refuse_misaligned(KVBUFFER_VERIFY, tensors)
     if out is not None:
         _refuse_overlap(plan, tensors, at, out)
+    if checked.active:
+        _calls.check_contents(VERIFY, launcher, tensors)
     if plan.detach:
         decay = decay.detach()
     _calls.launch_on(
@@ -358,6 +363,8 @@ def update(
     k_at, v_at, pool_at = k_buffer.data_ptr(), v_buffer.data_ptr(), state_pool.data_ptr()
     if (k_at | v_at | pool_at) & _ALIGNMENT_MASK:
         _calls.refuse_misaligned(STATE_UPDATE, tensors)
+    if checked.active:
+        _calls.check_contents(UPDATE, launcher, tensors)
     if plan.detach:
         decay = decay.detach()
     index_at = 0 if state_indices is None else state_indices.data_ptr()

@@ -59,7 +59,8 @@ def la_decode(
         TypeError: a wrong type or dtype.
         ValueError: a wrong shape, stride, alignment, device or value; fewer slots than requests
             without indices; an ``out`` that overlaps an input; inputs that require grad while grad
-            mode is on (there is no backward; decay may require grad).
+            mode is on (there is no backward; decay may require grad). In checked mode also
+            contents, see ``linattn.checked``.
         UnsupportedArchitecture: an architecture that no kernel is meant for.
         RuntimeError: a first call inside a CUDA-graph capture; see ``linattn.warm_up``.
     """
