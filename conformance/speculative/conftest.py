@@ -40,3 +40,11 @@ def cold() -> Iterator[None]:
     yield
     cache.reset()
     launch.current().plans.clear()
+
+
+@pytest.fixture
+def h200(device: torch.device) -> torch.device:
+    """The device; skips where it is not the one that limits are stated for."""
+    if device.type != "cuda" or "H200" not in torch.cuda.get_device_name(device):
+        pytest.skip("the limits are for an H200")
+    return device
