@@ -67,10 +67,11 @@ def decode(
         given: tuple[Any, ...] = (q, k, v, out, decay, state_pool, state_indices)
     else:
         form = (name, update_state, out is None, intermediate is None, state_indices is None)
-        given = tuple(
-            x
-            for x in (q, k, v, out, decay, state_pool, intermediate, state_indices)
-            if x is not None
+        given = (
+            *(q, k, v),
+            *(() if out is None else (out,)),
+            *(decay, state_pool),
+            *(x for x in (intermediate, state_indices) if x is not None),
         )
     plan: _calls.Plan | None = launcher.plans.get(form)
     if plan is None or not plan.matches(*given):
@@ -104,7 +105,7 @@ def decode(
     if (q_at | k_at | v_at | o_at | pool_at | steps_at) & _ALIGNMENT_MASK:
         tensors = decode_tensors(q, k, v, state_pool, decay, state_indices, intermediate, o)
         _calls.refuse_misaligned(MTP_DECODE, tensors)
-    if out is not None:
+    if out is not None and o_at:
         q_span, k_span, v_span, o_span, decay_span, pool_span, steps_span, index_span = plan.spans
         end, decay_at = o_at + o_span, decay.data_ptr()
         if (
@@ -233,7 +234,7 @@ def verify(
     pools = (at["state_pool"], at["k_buffer"], at["v_buffer"])
     if _any_bit(*views, *pools) & _ALIGNMENT_MASK:
         _calls.refuse_misaligned(KVBUFFER_VERIFY, tensors)
-    if out is not None:
+    if out is not None and at["o"]:
         _refuse_overlap(plan, tensors, at, out)
     if checked.active:
         _calls.check_contents(VERIFY, launcher, tensors)
@@ -349,7 +350,9 @@ def update(
     tensors = update_tensors(k_buffer, v_buffer, state_pool, decay, state_indices, accepted_len)
     form = (UPDATE, state_indices is None)
     plan: _calls.Plan | None = launcher.plans.get(form)
-    if plan is None or not plan.matches(*(x for x in tensors.values() if x is not None)):
+    slots = () if state_indices is None else (state_indices,)
+    given = (k_buffer, v_buffer, decay, state_pool, *slots, accepted_len)
+    if plan is None or not plan.matches(*given):
         if elsewhere is not None and not _calls.plain(tensors):
             elsewhere(k_buffer, v_buffer, state_pool, decay, state_indices, accepted_len)
             return
