@@ -44,7 +44,7 @@ def test_table(arch: Any, table: dict[tuple[int, int], MtpConfig], draft_len: in
         assert linattn.get_mtp_config(batch, heads, draft_len, arch) == config
         plan = linattn.explain("la_decode_mtp", arch=arch, B=batch, T=draft_len, H=heads)
         assert plan.config == config
-        assert plan.grid == (128 // config.tile_v * heads, batch, 1)
+        assert plan.grid == (128 // config.tile_v, heads, batch)
 
 
 @TABLE
@@ -105,18 +105,21 @@ def test_shipped_configurations_fit() -> None:
 def test_verify_and_commit() -> None:
     few = linattn.explain("la_verify_kvbuffer", arch="sm90", B=1, T=4, H=64)
     assert few.config == KvbufferVerifyConfig(32)
-    assert few.grid == (4 * 64, 1, 1)
+    assert few.grid == (4, 64, 1)
     many = linattn.explain(linattn.la_verify_kvbuffer, arch="sm100", B=128, T=4, H=32, HV=64)
     assert many.config == KvbufferVerifyConfig(64)
-    assert many.grid == (2 * 64, 128, 1)
+    assert many.grid == (2 * 2, 32, 128)
     folded = linattn.explain("la_verify_kvbuffer", arch="sm90", B=128, T=4, H=32, HV=64, commit=1)
     assert folded.config == KvbufferVerifyConfig(128, commit=True)
-    assert folded.grid == (32, 128, 1)
+    assert folded.grid == (1, 32, 128)
     one = linattn.explain("la_state_update_kvbuffer", arch="sm90", B=1, H=64)
     assert one.config == StateUpdateConfig(16, 4, 1, 1)
     all_ = linattn.explain("la_state_update_kvbuffer", arch="sm90", B=128, H=64)
     assert all_.config == StateUpdateConfig(32, 2, 4, 1)
     none = linattn.explain("la_decode", arch="sm90", B=0, H=64)
     assert none.config is None
+    for name, sizes in (("B", {"B": 65536, "H": 1}), ("H", {"B": 1, "H": 65536})):
+        with pytest.raises(ValueError, match=f"{name}: got 65536, expected at most 65535"):
+            linattn.explain("la_decode", arch="sm90", **sizes)
     with pytest.raises(ValueError, match="commit: got 2, expected 0 or 1"):
         linattn.explain("la_verify_kvbuffer", arch="sm90", B=1, T=1, H=1, commit=2)

@@ -25,6 +25,8 @@ Shapes = Mapping[str, int]
 or 1, by a name in small letters."""
 
 INT32_MAX = 2**31 - 1
+GRID_MAX = 2**16 - 1
+"""Most CTAs of a grid's second and third dimension."""
 
 
 @dataclass(frozen=True)
@@ -134,13 +136,16 @@ def _states(shapes: Shapes) -> int:
 
 
 def _row_grid(config: Any, shapes: Shapes, multiprocessors: int) -> tuple[int, int, int]:
-    return (HEAD_DIM // config.tile_v * shapes["HV"], shapes["B"], 1)
+    """Parts of the states of a query/key head, query/key heads, requests."""
+    for letter in ("H", "B"):
+        if shapes[letter] > GRID_MAX:
+            raise value_error(letter, shapes[letter], f"at most {GRID_MAX}")
+    return (HEAD_DIM // config.tile_v * (shapes["HV"] // shapes["H"]), shapes["H"], shapes["B"])
 
 
 def _verify_grid(config: Any, shapes: Shapes, multiprocessors: int) -> tuple[int, int, int]:
-    if config.commit:
-        return (shapes["H"], shapes["B"], 1)
-    return _row_grid(config, shapes, multiprocessors)
+    parts, heads, requests = _row_grid(config, shapes, multiprocessors)
+    return (1 if config.commit else parts, heads, requests)
 
 
 def _speculative(family: str) -> dict[tuple[str, str], Kernel]:

@@ -95,17 +95,18 @@ class KvbufferVerify:
         vectors = tuple((address, *block.wide(2)) for address in (indices, accepted))
         batch, length, heads, value_heads, slots, limit = block.narrow(6)
         block.end()
-        blocks = heads if cutlass.const_expr(self.config.commit) else self.splits * value_heads
+        group_size = value_heads // heads
+        parts = 1 if cutlass.const_expr(self.config.commit) else self.splits * group_size
         self.kernel(
             tokens,
             decay,
             states,
             buffers,
             vectors,
-            (length, limit, heads, value_heads, slots),
+            (length, limit, value_heads, slots, group_size),
             scale,
         ).launch(
-            grid=(blocks, batch, 1),
+            grid=(parts, heads, batch),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.config.ctas_per_sm(),
             preferred_smem_carveout=self.config.carveout(),
@@ -116,28 +117,29 @@ class KvbufferVerify:
     @cute.kernel
     def kernel(self, tensors, decay: cute.Tensor, states, buffers, vectors, sizes, scale):
         indices, accepted = vectors
-        tokens, limit, heads, value_heads, slots = sizes
+        tokens, limit, value_heads, slots, group_size = sizes
         # Global memory may be another kernel's until that has ended; the next one may start early.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         thread, _, _ = cute.arch.thread_idx()
-        block, request, _ = cute.arch.block_idx()
+        part, qk_head, request = cute.arch.block_idx()
         slot = pool.slot_of(indices, request, slots)
-        group_size = value_heads // heads
+        per_value_head = decay.shape[0] == value_heads
         if cutlass.const_expr(self.config.commit):
             shared = self.allocate()
             length = pool.length_of(accepted, request, limit)
             for member in cutlass.range(group_size, unroll=1):
-                head = block * group_size + member
-                slope = decay[head // (value_heads // decay.shape[0])]
-                where = (request, slot, head, block, thread // 32 * WARP_ROWS, member)
+                head = qk_head * group_size + member
+                slope = decay[cutlass.select_(per_value_head, head, qk_head)]
+                where = (request, slot, head, qk_head, thread // 32 * WARP_ROWS, member)
                 counts = (tokens, length)
                 self.step(tensors, slope, states, buffers, where, counts, shared, scale)
         else:
-            head = block // self.splits
-            slope = decay[head // (value_heads // decay.shape[0])]
-            row = block % self.splits * self.config.tile_v + thread // 32 * WARP_ROWS
-            where = (request, slot, head, head // group_size, row, head % group_size)
+            member = part // self.splits
+            head = qk_head * group_size + member
+            slope = decay[cutlass.select_(per_value_head, head, qk_head)]
+            row = part % self.splits * self.config.tile_v + thread // 32 * WARP_ROWS
+            where = (request, slot, head, qk_head, row, member)
             self.verify(tensors, slope, states, buffers, where, tokens, scale)
 
     def allocate(self) -> tuple:

@@ -84,10 +84,10 @@ class MtpDecode:
             states,
             steps,
             vector,
-            (length, heads, value_heads, slots, update),
+            (length, value_heads // heads, value_heads, slots, update),
             scale,
         ).launch(
-            grid=(self.splits * value_heads, batch, 1),
+            grid=(self.splits * (value_heads // heads), heads, batch),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.config.ctas_per_sm(),
             preferred_smem_carveout=self.config.carveout(),
@@ -107,7 +107,7 @@ class MtpDecode:
         scale: Float32,
     ):
         q, k, v, o = tensors
-        tokens, heads, value_heads, slots, update = sizes
+        tokens, group_size, value_heads, slots, update = sizes
         smem = SmemAllocator()
         table = cute.make_layout(MAX_TOKENS * HEAD_DIM)
         sQ = smem.allocate_tensor(Float32, table, 16)
@@ -118,10 +118,9 @@ class MtpDecode:
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         thread, _, _ = cute.arch.thread_idx()
-        block, request, _ = cute.arch.block_idx()
-        head = block // self.splits
-        first_row = (block % self.splits) * self.config.tile_v
-        qk_head = head // (value_heads // heads)
+        part, qk_head, request = cute.arch.block_idx()
+        head = qk_head * group_size + part // self.splits
+        first_row = part % self.splits * self.config.tile_v
         slot = pool.slot_of(indices, request, slots)
         if slot < 0:
             self.write_zeros(memory.rows_of(o, request, head), thread, tokens, first_row)
@@ -133,14 +132,13 @@ class MtpDecode:
                 memory.rows_of(k, request, qk_head),
                 memory.rows_of(v, request, head),
             )
-            slope = decay[head // (value_heads // decay.shape[0])]
             self.decode(
                 inputs,
                 (sQ, sK, sV),
                 (o, intermediate, request, head),
                 state,
                 (thread, first_row, tokens),
-                decay_factor(slope, Int32(1)),
+                decay[cutlass.select_(decay.shape[0] == value_heads, head, qk_head)],
                 update,
                 scale,
             )
@@ -155,7 +153,7 @@ class MtpDecode:
             memory.halves(address, at, cute.make_layout(1), 2)[0] = BFloat16(0.0)
 
     @cute.jit
-    def decode(self, inputs, shared, results, state, position, lam, update, scale):
+    def decode(self, inputs, shared, results, state, position, slope, update, scale):
         """The rows of one CTA: all batches, all tokens."""
         thread, first_row, tokens = position
         ilp, stages = self.config.ilp, self.config.stages
@@ -179,6 +177,7 @@ class MtpDecode:
         staging.settle_floats(keys, shared[1], HEAD_DIM, thread, threads, tokens)
         staging.settle_floats(values, shared[2], columns, thread, threads, tokens)
         cute.arch.sync_threads()
+        lam = decay_factor(slope, Int32(1))  # here, for it waits for the slope
         o, intermediate, request, head = results
         address, offset, stride_t = memory.rows_of(o, request, head)
         outputs = (address, offset + (first_row + local + lane), stride_t)

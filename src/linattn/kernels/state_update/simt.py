@@ -65,8 +65,11 @@ class StateUpdate:
         vectors = tuple((address, *block.wide(2)) for address in (indices, accepted))
         batch, heads, value_heads, slots, limit = block.narrow(5)
         block.end()
-        self.kernel(buffers, decay, states, vectors, (limit, heads, value_heads, slots)).launch(
-            grid=(self.splits * value_heads, batch, 1),
+        group_size = value_heads // heads
+        self.kernel(
+            buffers, decay, states, vectors, (limit, value_heads, slots, group_size)
+        ).launch(
+            grid=(self.splits * group_size, heads, batch),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.config.ctas_per_sm(),
             preferred_smem_carveout=self.config.carveout(),
@@ -78,7 +81,7 @@ class StateUpdate:
     def kernel(self, buffers, decay: cute.Tensor, states, vectors, sizes):
         k_buffer, v_buffer = buffers
         indices, accepted = vectors
-        limit, heads, value_heads, slots = sizes
+        limit, value_heads, slots, group_size = sizes
         smem = SmemAllocator()
         sK = smem.allocate_tensor(Float32, cute.make_layout(MAX_TOKENS * HEAD_DIM), 16)
         sV = smem.allocate_tensor(Float32, cute.make_layout(MAX_TOKENS * self.config.tile_v), 16)
@@ -87,13 +90,12 @@ class StateUpdate:
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         thread, _, _ = cute.arch.thread_idx()
-        block, request, _ = cute.arch.block_idx()
-        blocks, requests, _ = cute.arch.grid_dim()
         # From the last state to the first: those that a verification read last are still in L2.
-        block, request = blocks - 1 - block, requests - 1 - request
-        head = block // self.splits
-        first_row = (block % self.splits) * self.config.tile_v
-        qk_head = head // (value_heads // heads)
+        part, qk_head, request = (
+            last - 1 - at for last, at in zip(cute.arch.grid_dim(), cute.arch.block_idx())
+        )
+        head = qk_head * group_size + part // self.splits
+        first_row = part % self.splits * self.config.tile_v
         slot = pool.slot_of(indices, request, slots)
         tokens = pool.length_of(accepted, request, limit)
         if slot >= 0 and tokens > 0:
@@ -102,17 +104,16 @@ class StateUpdate:
                 memory.rows_of(k_buffer, slot, qk_head),
                 memory.rows_of(v_buffer, slot, head),
             )
-            slope = decay[head // (value_heads // decay.shape[0])]
             self.commit(
                 inputs,
                 (sK, sV),
                 (address, memory.offset_of(strides, slot, head)),
                 (thread, first_row, tokens),
-                decay_factor(slope, Int32(1)),
+                decay[cutlass.select_(decay.shape[0] == value_heads, head, qk_head)],
             )
 
     @cute.jit
-    def commit(self, inputs, shared, state, position, lam: Float32):
+    def commit(self, inputs, shared, state, position, slope: Float32):
         """Step the CTA's rows over the accepted tokens, in place."""
         thread, first_row, tokens = position
         ilp, stages, threads = self.config.ilp, self.config.stages, self.threads
@@ -134,6 +135,7 @@ class StateUpdate:
         staging.settle_floats(keys, shared[0], HEAD_DIM, thread, threads, tokens)
         staging.settle_floats(values, shared[1], columns, thread, threads, tokens)
         cute.arch.sync_threads()
+        lam = decay_factor(slope, Int32(1))  # here, for it waits for the slope
         for s in cutlass.range_constexpr(stages):
             self.step_tokens(tiles[s % 2], shared, (tokens, lane, local + s * batch), lam)
             row_tile.store(tiles[s % 2], places[s])
