@@ -102,7 +102,7 @@ def signature_buffers(signature: Signature, arguments: Sequence[Any]) -> list[Bu
             tuple(stride * access.itemsize for stride in access.strides),
             access.itemsize,
             readonly=not access.spec.output,
-            initialized=not access.spec.output,
+            initialized=not access.spec.output or access.spec.updated,
         )
         for access in signature.accesses(arguments)
     ]

@@ -49,3 +49,32 @@ def prefetch_l2(address: Int64, size: int) -> None:
     cute.arch.inline_ptx(
         "cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[address, Int32(size)]
     )
+
+
+def low_half(pair: Int32) -> Float32:
+    """The bf16 number in the lower half of a word, as FP32."""
+    return float_of(pair << 16)
+
+
+def high_half(pair: Int32) -> Float32:
+    """The bf16 number in the upper half of a word, as FP32."""
+    return float_of(pair & -65536)
+
+
+def upper_halves(low: Float32, high: Float32) -> Int32:
+    """The upper 16 bits of two floats in one word: two numbers truncated to bf16."""
+    return cute.arch.inline_ptx(
+        "prmt.b32 {$w0}, {$r0}, {$r1}, 30258;",
+        write_only_types=[Int32],
+        read_only_args=[bits_of(low), bits_of(high)],
+    )
+
+
+def mma_bf16(acc: tuple, a: tuple, b: tuple) -> tuple:
+    """``acc + a * b`` on a warp: m16n8k16, bf16 operands two to a word, FP32 accumulator."""
+    return cute.arch.inline_ptx(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
+        "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
+        write_only_types=[Float32] * 4,
+        read_only_args=[*a, *b, *acc],
+    )

@@ -37,11 +37,12 @@ def consult() -> None:
 def checked() -> Iterator[None]:
     """Check what tensors hold, in every call inside a ``with`` block.
 
-    Each call waits for the device and reads slopes, offsets and indices. It raises ``ValueError``
-    for a slope that is negative, infinite or NaN; for ``cu_seqlens`` that start below 0, fall, or
-    end behind ``T``; for an index that occurs twice, or lies outside the pool and is not -1, which
-    marks padding. ``LINATTN_CHECKED=1`` does the same for a whole process. While a CUDA graph is
-    being captured nothing can be read, and calls raise ``RuntimeError``.
+    Each call waits for the device and reads slopes, offsets, indices and lengths. It raises
+    ``ValueError`` for a slope that is negative, infinite or NaN; for ``cu_seqlens`` that start
+    below 0, fall, or end behind ``T``; for an index that occurs twice, or lies outside the pool and
+    is not -1, which marks padding; for an accepted length below 0 or above ``T_max``.
+    ``LINATTN_CHECKED=1`` does the same for a whole process. While a CUDA graph is being captured
+    nothing can be read, and calls raise ``RuntimeError``.
 
     It holds for all threads, and blocks may be nested.
     """
@@ -86,6 +87,12 @@ def offsets(name: str, cu_seqlens: torch.Tensor, tokens: int) -> None:
         raise value_error(
             f"{name}[{n}]", int(values[n]), f"at least {least} and at most T = {tokens}"
         )
+
+
+def lengths(name: str, accepted: torch.Tensor, most: int) -> None:
+    """Refuse lengths outside ``0 .. most``."""
+    expected = f"0 to T_max = {most}"
+    _refuse_first(name, accepted, lambda values: (values < 0) | (values > most), expected)
 
 
 def indices(name: str, slots: torch.Tensor, pool: int) -> None:

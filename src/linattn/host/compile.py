@@ -73,6 +73,8 @@ def fake_arguments(signature: Signature) -> list[Any]:
             arguments += [cutlass.Int64(0) for _ in spec.arguments]
         else:
             arguments.append(tensor(spec))
+    if signature.has_layout:
+        arguments.append(cutlass.Int64(0))
     for _, dtype in signature.scalars:
         arguments.append(getattr(cutlass, DTYPES[dtype].cutlass)(0))
     return [*arguments, make_fake_stream(use_tvm_ffi_env_stream=True)]

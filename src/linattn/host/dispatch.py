@@ -6,14 +6,19 @@ The table maps (operator, family of architectures) to a kernel. A public functio
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from linattn.device.tiling import HEAD_DIM
 from linattn.errors import UnsupportedArchitecture, not_implemented, type_error, value_error
 from linattn.host import launch
 from linattn.host.arch import FAMILIES, Arch, ArchLike
+from linattn.kernels.kvbuffer_verify import config as kvbuffer_verify
 from linattn.kernels.lightning_prefill import config as lightning_prefill
+from linattn.kernels.mtp_decode import config as mtp_decode
+from linattn.kernels.state_update import config as state_update
 
 Shapes = Mapping[str, int]
 """Sizes by the letter that the documentation uses: ``B``, ``T``, ``N``, ``H``, ``HV``; switches, 0
@@ -21,6 +26,9 @@ or 1, by a name in small letters."""
 
 MAX_UNITS = 2**30
 """Units of work of a launch: the next one of a CTA is computed in 32 bits."""
+INT32_MAX = 2**31 - 1
+GRID_MAX = 2**16 - 1
+"""Most CTAs of a grid's second and third dimension."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +62,13 @@ class Function:
         sizes: letters that describe a problem.
         derived: further letters, each with the one that it equals unless given; it must be a
             multiple of that one.
+        switches: names of what may be 0 or 1, 0 unless given.
     """
 
     operator: str
     sizes: tuple[str, ...]
     derived: tuple[tuple[str, str], ...] = ()
+    switches: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -123,7 +133,51 @@ def _prefill_grid(config: Any, shapes: Shapes, multiprocessors: int) -> tuple[in
     return (units, 1, 1)
 
 
+def _states(shapes: Shapes) -> int:
+    return shapes["B"] * shapes["HV"]
+
+
+def _row_grid(config: Any, shapes: Shapes, multiprocessors: int) -> tuple[int, int, int]:
+    """Parts of the states of a query/key head, query/key heads, requests."""
+    for letter in ("H", "B"):
+        if shapes[letter] > GRID_MAX:
+            raise value_error(letter, shapes[letter], f"at most {GRID_MAX}")
+    return (HEAD_DIM // config.tile_v * (shapes["HV"] // shapes["H"]), shapes["H"], shapes["B"])
+
+
+def _verify_grid(config: Any, shapes: Shapes, multiprocessors: int) -> tuple[int, int, int]:
+    parts, heads, requests = _row_grid(config, shapes, multiprocessors)
+    return (1 if config.commit else parts, heads, requests)
+
+
+def _speculative(family: str) -> dict[tuple[str, str], Kernel]:
+    """Rows of the operators that stream states: one file serves every family."""
+
+    return {
+        ("mtp_decode", family): Kernel(
+            "kernels/mtp_decode/simt.py",
+            mtp_decode.FAMILIES[family],
+            lambda shapes, _: mtp_decode.choose(_states(shapes), family),
+            _row_grid,
+        ),
+        ("kvbuffer_verify", family): Kernel(
+            "kernels/kvbuffer_verify/warp_mma.py",
+            kvbuffer_verify.CONFIGS,
+            lambda shapes, _: kvbuffer_verify.choose(_states(shapes), bool(shapes.get("commit"))),
+            _verify_grid,
+        ),
+        ("state_update", family): Kernel(
+            "kernels/state_update/simt.py",
+            state_update.FAMILIES[family],
+            lambda shapes, _: state_update.choose(_states(shapes), family),
+            _row_grid,
+        ),
+    }
+
+
 TABLE: dict[tuple[str, str], Kernel] = {
+    **_speculative("sm90"),
+    **_speculative("sm100"),
     ("lightning_prefill", "sm90"): Kernel(
         "kernels/lightning_prefill/sm90.py",
         lightning_prefill.CONFIGS,
@@ -141,6 +195,10 @@ MISSING: dict[tuple[str, str], str] = {
 FUNCTIONS: dict[str, Function] = {
     "lightning_attn_fwd": Function("lightning_prefill", ("B", "T", "H"), (("HV", "H"),)),
     "lightning_attn_fwd_varlen": Function("lightning_prefill", ("N", "T", "H"), (("HV", "H"),)),
+    "la_decode": Function("mtp_decode", ("B", "H"), (("HV", "H"),)),
+    "la_decode_mtp": Function("mtp_decode", ("B", "T", "H"), (("HV", "H"),)),
+    "la_verify_kvbuffer": Function("kvbuffer_verify", ("B", "T", "H"), (("HV", "H"),), ("commit",)),
+    "la_state_update_kvbuffer": Function("state_update", ("B", "H"), (("HV", "H"),)),
 }
 """Every public function, by name."""
 
@@ -241,7 +299,7 @@ def select(
     reason = (
         f"{arch} is served by {kernel.path}; its configuration {config.name()} suits "
         f"{', '.join(f'{name} = {size}' for name, size in sizes.items())} "
-        f"on {multiprocessors} multiprocessors, as {grid[0]} CTAs"
+        f"on {multiprocessors} multiprocessors, as {math.prod(grid)} CTAs"
     )
     return Plan(operator, arch, kernel.module, config, grid, pieces, reason)
 
@@ -265,7 +323,8 @@ def explain(
         segments: as the function's argument.
         persistent: as the argument of ``lightning_attn_fwd_varlen``; nothing to other functions.
         shapes: the sizes of the problem by letter, such as ``B=1, T=4096, H=64``; ``HV`` is ``H``
-            by default. Packed functions take ``N``, and ``T`` in total.
+            by default. Packed functions take ``N``, and ``T`` in total. ``la_verify_kvbuffer`` also
+            takes ``commit=1``: with accepted lengths.
 
     Raises:
         TypeError: a letter that is missing, unknown or no int; ``persistent`` that is no bool.
@@ -301,7 +360,8 @@ def _known_device(arch: ArchLike | None) -> tuple[Arch, int]:
 
 def _sizes(name: str, function: Function, shapes: Shapes) -> dict[str, int]:
     """The sizes that a public function needs, checked, with the derived ones filled in."""
-    letters = (*function.sizes, *(letter for letter, _ in function.derived))
+    derived = (letter for letter, _ in function.derived)
+    letters = (*function.sizes, *derived, *function.switches)
     for letter in (*function.sizes, *shapes):
         if letter not in shapes or letter not in letters:
             problem = "nothing" if letter not in shapes else "a size that is none of its own"
@@ -311,6 +371,8 @@ def _sizes(name: str, function: Function, shapes: Shapes) -> dict[str, int]:
             raise type_error(letter, f"{size!r} ({type(size).__name__})", "an int")
         if size < 0:
             raise value_error(letter, size, "an int of at least 0")
+        if letter in function.switches and size > 1:
+            raise value_error(letter, size, "0 or 1")
     sizes = dict(shapes)
     for letter, base in function.derived:
         size = sizes.setdefault(letter, sizes[base])

@@ -39,7 +39,7 @@ def check(
 
     Raises:
         TypeError: not a tensor, or another dtype.
-        ValueError: another shape, device, stride or alignment.
+        ValueError: another shape, device or stride, or a negative view.
     """
     sizes: dict[str, int] = {}
     owner: dict[str, str] = {}
@@ -71,6 +71,7 @@ def check(
                 f"the device of {first.label}, {head.device}",
             )
         if layout and 0 not in tensor.shape:
+            resolved(spec, tensor)
             _strides(spec, tensor)
     return sizes
 
@@ -189,7 +190,7 @@ def aligned(spec: TensorSpec, tensor: torch.Tensor) -> None:
         )
 
 
-def plain(spec: TensorSpec, tensor: torch.Tensor) -> None:
+def resolved(spec: TensorSpec, tensor: torch.Tensor) -> None:
     """Refuse a tensor whose memory does not hold its values.
 
     Raises:

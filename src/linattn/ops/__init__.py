@@ -3,20 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from linattn.host import dispatch, launch
-from linattn.ops import lightning, lightning_varlen
+from linattn.ops import lightning, lightning_varlen, speculative
 from linattn.ops.lightning import lightning_attn_fwd
 from linattn.ops.lightning_varlen import lightning_attn_fwd_varlen
+from linattn.ops.speculative import (
+    get_mtp_config,
+    la_decode,
+    la_decode_mtp,
+    la_state_update_kvbuffer,
+    la_verify_kvbuffer,
+)
 
-__all__ = ["lightning_attn_fwd", "lightning_attn_fwd_varlen", "warm_up"]
+__all__ = [
+    "get_mtp_config",
+    "la_decode",
+    "la_decode_mtp",
+    "la_state_update_kvbuffer",
+    "la_verify_kvbuffer",
+    "lightning_attn_fwd",
+    "lightning_attn_fwd_varlen",
+    "warm_up",
+]
 
 _WARM: dict[str, Callable[[Callable[..., Any], torch.device], None]] = {
     lightning.NAME: lightning.warm,
     lightning_varlen.NAME: lightning.warm,
+    **{
+        name: partial(speculative.warm, operator=dispatch.FUNCTIONS[name].operator)
+        for name in (
+            "la_decode",
+            "la_decode_mtp",
+            "la_state_update_kvbuffer",
+            "la_verify_kvbuffer",
+        )
+    },
 }
 
 

@@ -419,7 +419,7 @@ def _check_addresses(plan: CallPlan, tensors: dict[str, Tensor]) -> None:
         if at % spec.alignment:
             validate.aligned(spec, tensor)
         if tensor.is_neg():
-            validate.plain(spec, tensor)
+            validate.resolved(spec, tensor)
         places[name] = (at, at + plan.spans[name])
     for name in ("o", "initial_state") if plan.updates_states else ("o",):
         at, end = places.get(name, (0, 0))

@@ -1,0 +1,97 @@
+"""What the compiler makes of every shipped decode, verify and commit kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from linattn.host import cache, dispatch
+
+pytestmark = pytest.mark.codegen
+
+TARGETS = {"sm90": ("sm_90a",), "sm100": ("sm_100a", "sm_103a")}
+SHIPPED = [
+    pytest.param(operator, target, config, id=f"{config.name()}-{target}")
+    for (operator, family), kernel in dispatch.TABLE.items()
+    if operator != "lightning_prefill"
+    for target in TARGETS[family]
+    for config in kernel.configs
+]
+MMA = 8 + 24
+"""Of a verification: the score, and three parts of the state, over eight steps each."""
+
+
+@pytest.fixture
+def entry(operator: str, target: str, config: Any) -> cache.Loaded:
+    return cache.get(operator, target, config)
+
+
+@pytest.mark.claim("SD-20", "draft kernels have no stack, no local memory and no spill")
+@pytest.mark.parametrize(("operator", "target", "config"), SHIPPED)
+def test_no_local_memory(
+    target: str, config: Any, entry: cache.Loaded, codegen: Any, measured: Any
+) -> None:
+    (facts,) = codegen.cubin_facts(entry.cubin(), f"{config.name()} {target}")
+    codegen.assert_no_local_memory(facts)
+    measured("registers", facts.registers, 65536 // (32 * config.warps * config.ctas_per_sm()))
+
+
+@pytest.mark.claim("SD-21", "verification is tensor-core work, decode and commit are not")
+@pytest.mark.parametrize(("operator", "target", "config"), SHIPPED)
+def test_tensor_core_count(
+    operator: str, target: str, config: Any, entry: cache.Loaded, codegen: Any
+) -> None:
+    expected = MMA if operator == "kvbuffer_verify" else 0
+    facts = codegen.cubin_facts(entry.cubin(), f"{config.name()} {target}")
+    codegen.assert_tensor_core_count(facts, expected, "HMMA")
+
+
+@pytest.mark.claim("SD-22", "ptxas has no advisory, and the launch bounds are the configuration's")
+@pytest.mark.parametrize(("operator", "target", "config"), SHIPPED)
+def test_no_advisories(entry: cache.Loaded, config: Any, codegen: Any) -> None:
+    codegen.assert_no_advisories(entry.ptx())
+    (bounds,) = codegen.ptx_launch_bounds(entry.ptx())
+    assert bounds == {"reqntid": (32 * config.warps, 1, 1), "minnctapersm": (config.ctas_per_sm(),)}
+
+
+@pytest.mark.claim("SD-23", "no approximate instruction, and none that flushes, on draft outputs")
+@pytest.mark.parametrize(("operator", "target", "config"), SHIPPED)
+def test_no_approximations(entry: cache.Loaded, codegen: Any) -> None:
+    opcodes = codegen.ptx_opcodes(entry.ptx())
+    assert opcodes.total() > 100
+    assert not [name for name in opcodes if ".approx" in name or ".ftz" in name]
+
+
+@pytest.mark.claim("SD-24", "arithmetic is two-wide where the architecture has it")
+@pytest.mark.parametrize(("operator", "target", "config"), SHIPPED)
+def test_two_wide_arithmetic(
+    operator: str, target: str, config: Any, entry: cache.Loaded, codegen: Any
+) -> None:
+    opcodes = codegen.ptx_opcodes(entry.ptx())
+    two_wide = [name for name in opcodes if name.startswith(("fma.rn.f32x2", "mul.rn.f32x2"))]
+    wanted = target != "sm_90a" and operator != "kvbuffer_verify"
+    assert bool(two_wide) == wanted == getattr(config, "packed", False)
+
+
+@pytest.mark.claim("SD-25", "states move as 16-byte accesses, and a launch overlaps the one before")
+@pytest.mark.parametrize(("operator", "target", "config"), SHIPPED)
+def test_wide_accesses_and_early_launch(
+    operator: str, config: Any, entry: cache.Loaded, codegen: Any
+) -> None:
+    opcodes = codegen.ptx_opcodes(entry.ptx())
+    rows = getattr(config, "ilp", 4) * getattr(config, "stages", 1)
+    wide = [codegen.count_opcodes(opcodes, f"ld.global.{part}") for part in ("v4.b32", "v2.b64")]
+    assert sum(wide) == 4 * rows
+    for name in ("griddepcontrol.wait", "griddepcontrol.launch_dependents"):
+        assert codegen.count_opcodes(opcodes, name) == 1
+
+
+@pytest.mark.claim("SD-26", "two builds of a draft kernel give one cubin")
+@pytest.mark.parametrize(
+    ("operator", "target", "config"), [row for row in SHIPPED if "sm_103a" not in row.id]
+)
+def test_reproducible_build(operator: str, target: str, config: Any, entry: cache.Loaded) -> None:
+    from linattn.host.compile import build
+
+    assert build(operator, target, config).cubin == entry.cubin()

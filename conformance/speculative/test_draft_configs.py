@@ -1,0 +1,71 @@
+"""Every shipped configuration on one small problem, whatever the tables would choose for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from draft_cases import Case, build
+
+import linattn
+from linattn.host import dispatch, launch
+from linattn.reference.speculative import lightning_decode, lightning_verify
+
+FAMILIES = ("sm90", "sm100")
+ROWS = [
+    pytest.param(
+        family, operator, config, id=config.name(), marks=getattr(pytest.mark, family)
+    )
+    for (operator, family), kernel in dispatch.TABLE.items()
+    if operator != "lightning_prefill"
+    for config in kernel.configs
+]  # fmt: skip
+
+
+@pytest.mark.claim("SD-14", "every shipped draft configuration gives the bits of the models")
+@pytest.mark.bitwise
+@pytest.mark.parametrize(("family", "operator", "config"), ROWS)
+def test_configuration(
+    family: str,
+    operator: str,
+    config: Any,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    assert_bitwise: Any,
+) -> None:
+    """Grouped heads, a padded request, all eight drafts, a request that accepted none of them."""
+    kernel = dispatch.TABLE[operator, family]
+    monkeypatch.setitem(
+        dispatch.TABLE, (operator, family), replace(kernel, choose=lambda shapes, _: config)
+    )
+    launch.current().plans.clear()
+    problem = build(Case(3, 8, (1, 2), "alibi", "padded", "HV", 0.5), device)
+    q, k, v = problem.dense()
+    o, states = lightning_decode(q, k, v, problem.decay, problem.scale, problem.states)
+    verified = lightning_verify(q, k, v, problem.decay, problem.scale, problem.states)
+    arguments = problem.arguments
+    pool, decay, indices = arguments[3:6]
+    held = [
+        torch.zeros(len(problem.pool), 8, x.shape[2], 128).to(x) for x in (problem.k, problem.v)
+    ]
+    try:
+        if operator == "mtp_decode":
+            got = linattn.la_decode_mtp(*arguments)
+            assert_bitwise((got[problem.live], pool[problem.slots]), (o, states[:, -1]))
+            return
+        accepted = torch.tensor([8, 8, 0], dtype=torch.int32, device=device)
+        if operator == "state_update":
+            held[0][problem.slots], held[1][problem.slots] = k, v
+            linattn.la_state_update_kvbuffer(*held, pool, decay, indices, accepted)
+            want = torch.stack((states[0, -1], problem.states[1]))
+            assert_bitwise(pool[problem.slots], want, "states")
+            return
+        named = {"k_buffer": held[0], "v_buffer": held[1]}
+        if config.commit:
+            named["accepted_len"] = torch.zeros_like(accepted)
+        got = linattn.la_verify_kvbuffer(*arguments, **named)
+        assert_bitwise((got[problem.live], held[0][problem.slots]), (verified, k), "o k_buffer")
+    finally:
+        launch.current().plans.clear()

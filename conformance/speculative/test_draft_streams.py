@@ -1,0 +1,185 @@
+"""Decode, verify and commit: repeats, streams, graphs, and what is compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from draft_cases import Case, Problem, build
+
+import linattn
+from linattn.host import cache
+
+pytestmark = [pytest.mark.sm90, pytest.mark.sm100]
+
+CASE = Case(16, 6, (4, 8), "alibi", "int64", "HV", 0.5)
+Buffers = tuple[torch.Tensor, torch.Tensor]
+
+
+def buffers(problem: Problem) -> Buffers:
+    k, v = (
+        torch.zeros(len(problem.pool), 8, x.shape[2], 128).to(x) for x in (problem.k, problem.v)
+    )
+    return k, v
+
+
+def lengths(problem: Problem, shift: int = 0) -> torch.Tensor:
+    """One a request, from 0 to all drafts."""
+    requests = torch.arange(len(problem.q), device=problem.q.device)
+    return (requests + shift) % (problem.q.shape[1] + 1)
+
+
+def step(problem: Problem, pool: torch.Tensor, held: Buffers, accepted: torch.Tensor) -> Any:
+    """Verify, commit, decode a token, fold another step: every kernel, on one pool."""
+    q, k, v, _, decay, indices, scale = problem.arguments
+    rest = (pool, decay, indices, scale)
+    named = {"k_buffer": held[0], "v_buffer": held[1]}
+    verified = linattn.la_verify_kvbuffer(q, k, v, *rest, **named)
+    linattn.la_state_update_kvbuffer(*held, pool, decay, indices, accepted)
+    token = linattn.la_decode(q[:, 0], k[:, 0], v[:, 0], *rest)
+    folded = linattn.la_verify_kvbuffer(q, k, v, *rest, **named, accepted_len=accepted)
+    return verified, token, folded
+
+
+def run(problem: Problem, shift: int = 0) -> tuple[torch.Tensor, ...]:
+    """Everything that a step on a pool of its own leaves."""
+    pool, held = problem.pool.clone(), buffers(problem)
+    results = step(problem, pool, held, lengths(problem, shift))
+    live = [x[problem.live] for x in results]
+    return (*live, pool[problem.slots], *held)
+
+
+NAMES = "verified token folded states k_buffer v_buffer"
+
+
+@pytest.mark.claim("SD-09", "repeats of a draft step give the same bits")
+@pytest.mark.determinism
+def test_repeats(cuda: torch.device, assert_bitwise: Any) -> None:
+    problem = build(CASE, cuda)
+    want = run(problem)
+    for _ in range(20):
+        assert_bitwise(run(problem), want, NAMES)
+
+
+@pytest.mark.claim("SD-10", "draft steps are ordered on torch's current stream, several at once")
+@pytest.mark.determinism
+def test_side_stream(cuda: torch.device, assert_bitwise: Any) -> None:
+    """Inputs that a slow producer writes on a side stream are not read before it."""
+    problem = build(CASE, cuda)
+    want = run(problem)
+    source = problem.k.clone()
+    problem.k.fill_(torch.nan)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        problem.k.copy_(source)
+        got = run(problem)
+    side.synchronize()
+    assert_bitwise(got, want, NAMES)
+
+
+@pytest.mark.claim("SD-10", "draft steps are ordered on torch's current stream, several at once")
+@pytest.mark.determinism
+def test_two_streams(cuda: torch.device, assert_bitwise: Any) -> None:
+    problems = [build(CASE, cuda, seed) for seed in (7, 8)]
+    want = [run(problem) for problem in problems]
+    streams = [torch.cuda.Stream() for _ in problems]
+    torch.cuda.synchronize()
+    got: list[list[Any]] = [[], []]
+    for _ in range(20):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                got[i].append(run(problems[i]))
+    torch.cuda.synchronize()
+    for i, results in enumerate(got):
+        for result in results:
+            assert_bitwise(result, want[i], NAMES)
+
+
+@pytest.mark.claim("SD-11", "a captured step replays on new drafts, slots and accepted lengths")
+@pytest.mark.bitwise
+def test_graph_replay(cuda: torch.device, assert_bitwise: Any) -> None:
+    problem = build(CASE, cuda)
+    for name in ("la_decode", "la_verify_kvbuffer", "la_state_update_kvbuffer"):
+        linattn.warm_up(name)
+    pool, held, accepted = problem.pool.clone(), buffers(problem), lengths(problem)
+    assert problem.indices is not None
+    problem.pool = pool  # the tensors that the graph sees are this problem's
+    inputs = (problem.q, problem.k, problem.v, problem.indices)
+    rest = (problem.decay, problem.indices, problem.scale)
+    named = {"k_buffer": held[0], "v_buffer": held[1]}
+    q, k, v, _ = inputs
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        verified = linattn.la_verify_kvbuffer(q, k, v, pool, *rest, **named)
+        linattn.la_state_update_kvbuffer(*held, pool, *rest[:2], accepted)
+        token = linattn.la_decode(q[:, 0], k[:, 0], v[:, 0], pool, *rest)
+        folded = linattn.la_verify_kvbuffer(q, k, v, pool, *rest, **named, accepted_len=accepted)
+    for seed, shift in ((5, 0), (6, 3)):
+        fresh = build(CASE, cuda, seed)
+        assert fresh.indices is not None
+        fresh.indices = fresh.indices.roll(seed)
+        fresh.slots = fresh.indices.tolist()
+        fresh.pool.nan_to_num_(0.5)
+        for target, source in zip(inputs, (fresh.q, fresh.k, fresh.v, fresh.indices)):
+            target.copy_(source)
+        pool.copy_(fresh.pool)
+        accepted.copy_(lengths(fresh, shift))
+        for buffer in held:
+            buffer.zero_()
+        graph.replay()
+        want = run(fresh, shift)
+        assert_bitwise((verified, token, folded, pool[fresh.slots], *held), want, NAMES)
+
+
+@pytest.mark.claim("SD-12", "a first draft call inside a capture is refused by name")
+@pytest.mark.dispatch
+@pytest.mark.usefixtures("cold")
+def test_cold_capture_is_refused(cuda: torch.device) -> None:
+    problem = build(CASE, cuda)
+    held, accepted = buffers(problem), lengths(problem)
+    pool, decay, indices = problem.arguments[3:6]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        marker = problem.decay + 1
+        with pytest.raises(RuntimeError, match=r"la_decode_mtp: .*warm_up"):
+            linattn.la_decode_mtp(problem.q, problem.k, problem.v, pool, decay, indices)
+        with pytest.raises(RuntimeError, match=r"la_verify_kvbuffer: .*warm_up"):
+            linattn.la_verify_kvbuffer(problem.q, problem.k, problem.v, pool, decay, indices)
+        with pytest.raises(RuntimeError, match=r"la_state_update_kvbuffer: .*warm_up"):
+            linattn.la_state_update_kvbuffer(*held, pool, decay, indices, accepted)
+    graph.replay()
+    assert torch.equal(marker, problem.decay + 1)
+
+
+@pytest.mark.claim("SD-13", "what is compiled is the configurations touched, whatever the shapes")
+@pytest.mark.dispatch
+@pytest.mark.usefixtures("cold")
+def test_compile_count(device: torch.device) -> None:
+    """Batches, drafts, heads, slots, index types, scales and optional arguments reuse them."""
+    assert cache.compile_count() == 0
+    touched = set()
+    for case in (
+        Case(1, 1, (1, 1), "none", "default", "H", 1.0),
+        Case(2, 3, (1, 2), "alibi", "int32", "HV", 0.5),
+        Case(1, 5, (2, 4), "steep", "int64", "H", -0.7),
+        Case(3, 2, (1, 1), "alibi", "padded", "HV", 2.0),
+    ):
+        problem = build(case, device)
+        run(problem)
+        linattn.la_decode_mtp(*problem.arguments, update_state=False)
+        heads, value_heads = case.heads
+        sizes = {"B": case.batch, "H": heads, "HV": value_heads}
+        for name, more in (
+            ("la_decode_mtp", {"T": case.tokens}),
+            ("la_verify_kvbuffer", {"T": case.tokens}),
+            ("la_verify_kvbuffer", {"T": case.tokens, "commit": 1}),
+            ("la_state_update_kvbuffer", {}),
+        ):
+            plan = linattn.explain(name, arch=linattn.host.launch.current().arch(device),
+                                   **sizes, **more)  # fmt: skip
+            touched.add((plan.operator, plan.config))
+        assert cache.compile_count() == len(touched)

@@ -1,0 +1,125 @@
+"""Which configuration a speculative call gets: the tables, and what cannot be configured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import linattn
+from linattn.host import dispatch
+from linattn.kernels.kvbuffer_verify.config import KvbufferVerifyConfig
+from linattn.kernels.mtp_decode.config import MtpConfig
+from linattn.kernels.state_update.config import StateUpdateConfig
+
+pytestmark = pytest.mark.dispatch
+
+TABLE = pytest.mark.claim("SD-T1", "get_mtp_config is the table that decode calls are served by")
+ROWS = pytest.mark.claim("SD-T2", "rows that a tile would leave out cannot be configured")
+EXPLAINED = pytest.mark.claim("SD-T3", "explain says which configuration a draft call gets")
+
+HOPPER = {
+    (1, 64): MtpConfig(32, 4, 2, 1),
+    (1, 1): MtpConfig(32, 4, 2, 1),
+    (32, 64): MtpConfig(32, 4, 2, 1),
+    (33, 64): MtpConfig(128, 4, 2, 4),
+    (2049, 1): MtpConfig(128, 4, 2, 4),
+    (256, 64): MtpConfig(128, 4, 2, 4),
+}
+BLACKWELL = {
+    (1, 64): MtpConfig(32, 4, 2, 1, packed=True),
+    (32, 64): MtpConfig(32, 4, 2, 1, packed=True),
+    (33, 64): MtpConfig(64, 4, 4, 1, packed=True),
+    (256, 64): MtpConfig(64, 4, 4, 1, packed=True),
+}
+
+
+@TABLE
+@pytest.mark.parametrize("draft_len", range(1, 9))
+@pytest.mark.parametrize(
+    ("arch", "table"), [("sm90", HOPPER), ("sm100", BLACKWELL), ((10, 3), BLACKWELL)]
+)
+def test_table(arch: Any, table: dict[tuple[int, int], MtpConfig], draft_len: int) -> None:
+    for (batch, heads), config in table.items():
+        assert linattn.get_mtp_config(batch, heads, draft_len, arch) == config
+        plan = linattn.explain("la_decode_mtp", arch=arch, B=batch, T=draft_len, H=heads)
+        assert plan.config == config
+        assert plan.grid == (128 // config.tile_v, heads, batch)
+
+
+@TABLE
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((0, 64, 4, "sm90"), ValueError, "batch: got 0"),
+        ((1, -1, 4, "sm90"), ValueError, "heads: got -1"),
+        ((1, 64, 9, "sm90"), ValueError, "draft_len: got 9, expected an int from 1 to 8"),
+        ((1, 64, 0, "sm90"), ValueError, "draft_len: got 0"),
+        ((True, 64, 4, "sm90"), TypeError, "batch: got True"),
+        ((1, 64.0, 4, "sm90"), TypeError, "heads: got 64.0"),
+        ((1, 64, 4, "sm80"), linattn.UnsupportedArchitecture, "mtp_decode: got sm80.*sm90.*sm100"),
+    ],
+)
+def test_table_refuses(arguments: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        linattn.get_mtp_config(*arguments)
+
+
+@ROWS
+@pytest.mark.parametrize(
+    ("kind", "numbers", "message"),
+    [
+        (MtpConfig, (60, 4, 4, 1), "tile_v: got 60"),
+        (MtpConfig, (96, 4, 2, 3), "tile_v: got 96, expected a divisor of 128"),
+        (MtpConfig, (64, 4, 4, 2), r"tile_v: got 64, expected .* = 128"),
+        (MtpConfig, (96, 4, 3, 2), "ilp: got 3"),
+        (MtpConfig, (128, 16, 2, 1), "warps: got 16"),
+        (MtpConfig, (0, 4, 2, 0), "stages: got 0"),
+        (StateUpdateConfig, (24, 2, 3, 1), "ilp: got 3"),
+        (StateUpdateConfig, (120, 4, 2, 4), "tile_v: got 120"),
+        (KvbufferVerifyConfig, (24,), "tile_v: got 24"),
+        (KvbufferVerifyConfig, (8,), "tile_v: got 8"),
+        (KvbufferVerifyConfig, (48,), "tile_v: got 48"),
+        (KvbufferVerifyConfig, (64, True), "tile_v: got 64, expected 128 with commit"),
+    ],
+)
+def test_rows_left_out(kind: Any, numbers: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind(*numbers)
+
+
+@ROWS
+def test_shipped_configurations_fit() -> None:
+    """Each has a name of its own, and as many CTAs as it asks for fit an SM's shared memory."""
+    for (operator, family), kernel in dispatch.TABLE.items():
+        if operator == "lightning_prefill":
+            continue
+        names = [config.name() for config in kernel.configs]
+        assert len(set(names)) == len(names) <= 12, (operator, family)
+        for config in kernel.configs:
+            assert config.ctas_per_sm() >= 1
+            assert config.ctas_per_sm() * (config.smem_bytes() + 1024) <= 228 * 1024
+
+
+@EXPLAINED
+def test_verify_and_commit() -> None:
+    few = linattn.explain("la_verify_kvbuffer", arch="sm90", B=1, T=4, H=64)
+    assert few.config == KvbufferVerifyConfig(32)
+    assert few.grid == (4, 64, 1)
+    many = linattn.explain(linattn.la_verify_kvbuffer, arch="sm100", B=128, T=4, H=32, HV=64)
+    assert many.config == KvbufferVerifyConfig(64)
+    assert many.grid == (2 * 2, 32, 128)
+    folded = linattn.explain("la_verify_kvbuffer", arch="sm90", B=128, T=4, H=32, HV=64, commit=1)
+    assert folded.config == KvbufferVerifyConfig(128, commit=True)
+    assert folded.grid == (1, 32, 128)
+    one = linattn.explain("la_state_update_kvbuffer", arch="sm90", B=1, H=64)
+    assert one.config == StateUpdateConfig(16, 4, 1, 1)
+    all_ = linattn.explain("la_state_update_kvbuffer", arch="sm90", B=128, H=64)
+    assert all_.config == StateUpdateConfig(32, 2, 4, 1)
+    none = linattn.explain("la_decode", arch="sm90", B=0, H=64)
+    assert none.config is None
+    for name, sizes in (("B", {"B": 65536, "H": 1}), ("H", {"B": 1, "H": 65536})):
+        with pytest.raises(ValueError, match=f"{name}: got 65536, expected at most 65535"):
+            linattn.explain("la_decode", arch="sm90", **sizes)
+    with pytest.raises(ValueError, match="commit: got 2, expected 0 or 1"):
+        linattn.explain("la_verify_kvbuffer", arch="sm90", B=1, T=1, H=1, commit=2)

@@ -1,0 +1,348 @@
+"""Decode, verify and commit: bad input is refused before a launch, by name, on a warm call too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import linattn
+from linattn.host import launch
+from linattn.host.arch import Arch
+from linattn.host.signature import SIGNATURES
+
+pytestmark = pytest.mark.dispatch
+
+B, T, H, HV, P, D = 2, 3, 2, 4, 4, 128
+REFUSED = pytest.mark.claim("SD-V1", "bad draft input is refused by name, on a warm call too")
+PASSED = pytest.mark.claim("SD-V2", "arguments of draft calls reach the kernel as they are")
+CHECKED = pytest.mark.claim("SD-V3", "checked mode refuses contents of draft calls by name")
+EMPTY = pytest.mark.claim("SD-V4", "empty draft calls launch nothing")
+META = pytest.mark.claim("SD-V5", "draft calls read no device value on the host")
+
+
+class Recorder(launch.Launcher):
+    """Takes CPU tensors as if they were an H200's; keeps what it was to launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[tuple[str, Any, tuple[Any, ...]]] = []
+
+    def accepts(self, name: str, tensor: torch.Tensor) -> None:
+        pass
+
+    def arch(self, device: torch.device) -> Arch:
+        return Arch(9, 0)
+
+    def function(self, operator: str, arch: Arch, config: Any) -> Callable[..., Any]:
+        def record(*arguments: Any) -> None:
+            # The layout is read now: it lives as long as the plan, not as long as this record.
+            accesses = {x.spec.name: x for x in SIGNATURES[operator].accesses(arguments)}
+            self.launches.append((operator, accesses, arguments))
+
+        return record
+
+
+@pytest.fixture
+def host() -> Iterator[Recorder]:
+    with launch.use_launcher(Recorder()) as launcher:
+        assert isinstance(launcher, Recorder)
+        yield launcher
+
+
+def tokens(heads: int = H, *shape: int, dim: int = D) -> torch.Tensor:
+    return torch.zeros(*(shape or (B, T)), heads, dim, dtype=torch.bfloat16)
+
+
+def common() -> dict[str, Any]:
+    return {
+        "q": tokens(),
+        "k": tokens(),
+        "v": tokens(HV),
+        "state_pool": torch.zeros(P, HV, D, D),
+        "decay": torch.zeros(HV),
+        "state_indices": torch.tensor([2, 0]),
+        "out": tokens(HV),
+    }
+
+
+def held() -> dict[str, Any]:
+    return {"k_buffer": tokens(H, P, 8), "v_buffer": tokens(HV, P, 8)}
+
+
+def lengths() -> torch.Tensor:
+    return torch.tensor([1, 3], dtype=torch.int32)
+
+
+def one_token() -> dict[str, Any]:
+    return common() | {name: tokens(n, B) for name, n in zip("qkv", (H, H, HV))} | {
+        "out": tokens(HV, B)
+    }  # fmt: skip
+
+
+def legal(name: str) -> dict[str, Any]:
+    """A legal call with every optional argument."""
+    if name == "la_decode":
+        return one_token()
+    if name == "la_decode_mtp":
+        return common() | {"intermediate_states": torch.zeros(B, T, HV, D, D)}
+    if name == "la_verify_kvbuffer":
+        return common() | held() | {"accepted_len": lengths()}
+    rest = {key: common()[key] for key in ("state_pool", "decay", "state_indices")}
+    return held() | rest | {"accepted_len": lengths()}
+
+
+def call(name: str, **changes: Any) -> Any:
+    return getattr(linattn, name)(**legal(name) | changes)
+
+
+def misaligned(tensor: torch.Tensor) -> torch.Tensor:
+    flat = torch.zeros(tensor.numel() + 8, dtype=tensor.dtype)
+    return flat[1 : 1 + tensor.numel()].view(tensor.shape)
+
+
+MTP, VERIFY, UPDATE, ONE = (
+    "la_decode_mtp",
+    "la_verify_kvbuffer",
+    "la_state_update_kvbuffer",
+    "la_decode",
+)
+BAD: dict[str, tuple[str, Callable[[], dict[str, Any]], type[Exception], str]] = {
+    "T 9": (
+        MTP,
+        lambda: {n: tokens(h, B, 9) for n, h in zip("qkv", (H, H, HV))}
+        | {"intermediate_states": None, "out": None},
+        ValueError,
+        "q: got T = 9, expected 1 to 8 tokens",
+    ),
+    "T 0": (
+        VERIFY,
+        lambda: {n: tokens(h, B, 0) for n, h in zip("qkv", (H, H, HV))} | {"out": None},
+        ValueError,
+        "q: got T = 0",
+    ),
+    "K 64": (ONE, lambda: {"q": tokens(H, B, dim=64)}, ValueError, r"q: got shape \[2, 2, 64\]"),
+    "V 120": (MTP, lambda: {"v": tokens(HV, dim=120)}, ValueError, "v: got shape"),
+    "HV": (MTP, lambda: {"v": tokens(3)}, ValueError, "v: got HV = 3, expected a multiple"),
+    "k tokens": (MTP, lambda: {"k": tokens(H, B, 2)}, ValueError, "k: got shape"),
+    "q rank": (ONE, lambda: {"q": tokens()}, ValueError, "q: got shape"),
+    "q type": (MTP, lambda: {"q": tokens().half()}, TypeError, "q: got torch.float16"),
+    "q none": (MTP, lambda: {"q": None}, TypeError, "q: got NoneType, expected a tensor"),
+    "pool type": (
+        ONE,
+        lambda: {"state_pool": torch.zeros(P, HV, D, D).bfloat16()},
+        TypeError,
+        "state_pool: got torch.bfloat16, expected torch.float32",
+    ),
+    "pool transposed": (
+        UPDATE,
+        lambda: {"state_pool": torch.zeros(P, HV, D, D).mT},
+        ValueError,
+        r"state_pool: got strides .*contiguous last two dimensions \(V, K\)",
+    ),
+    "pool heads": (
+        VERIFY, lambda: {"state_pool": torch.zeros(P, 2, D, D)}, ValueError, "state_pool: got shape"
+    ),
+    "pool expanded": (
+        ONE,
+        lambda: {"state_pool": torch.zeros(1, HV, D, D).expand(P, HV, D, D)},
+        ValueError,
+        "state_pool: .*every element has its own address",
+    ),
+    "slots": (
+        ONE,
+        lambda: {"state_indices": None, "state_pool": torch.zeros(1, HV, D, D)},
+        ValueError,
+        "state_pool: got 1 slots, expected at least B = 2 without state_indices",
+    ),
+    "indices float": (
+        MTP, lambda: {"state_indices": torch.zeros(B)}, TypeError, "state_indices: got torch.float"
+    ),
+    "indices count": (
+        UPDATE, lambda: {"state_indices": torch.zeros(3).int()}, ValueError, "accepted_len: got|sta"
+    ),
+    "one buffer": (
+        VERIFY,
+        lambda: {"v_buffer": None, "accepted_len": None},
+        ValueError,
+        "v_buffer: got None, expected a buffer, because k_buffer is given",
+    ),
+    "lengths alone": (
+        VERIFY,
+        lambda: {"k_buffer": None, "v_buffer": None},
+        ValueError,
+        "k_buffer: got None, expected a buffer, because accepted_len is given",
+    ),
+    "buffer short": (
+        VERIFY,
+        lambda: {"k_buffer": tokens(H, P, 2), "v_buffer": tokens(HV, P, 2)},
+        ValueError,
+        "q: got T = 3, expected at most T_max = 2 from k_buffer",
+    ),
+    "buffer long": (
+        UPDATE,
+        lambda: {"k_buffer": tokens(H, P, 9), "v_buffer": tokens(HV, P, 9)},
+        ValueError,
+        "k_buffer: got T_max = 9",
+    ),
+    "buffer slots": (
+        UPDATE, lambda: {"k_buffer": tokens(H, 3, 8)}, ValueError, "got shape .*P = 3 from k_buffer"
+    ),
+    "buffer type": (
+        VERIFY,
+        lambda: {"k_buffer": torch.zeros(P, 8, H, D)},
+        TypeError,
+        "k_buffer: got torch.float32",
+    ),
+    "out shape": (MTP, lambda: {"out": tokens(H)}, ValueError, "out: got shape"),
+    "out overlaps": (
+        VERIFY,
+        lambda: (lambda v: {"v": v, "out": v})(tokens(HV)),
+        ValueError,
+        "out: got a tensor that overlaps v",
+    ),
+    "decay": (ONE, lambda: {"decay": torch.zeros(3)}, ValueError, "decay: got shape"),
+    "misaligned": (
+        ONE, lambda: {"k": misaligned(tokens(H, B))}, ValueError, "k: got an address 2 bytes past"
+    ),
+    "stride": (
+        MTP,
+        lambda: {"q": torch.zeros(B, T, H, 132, dtype=torch.bfloat16)[..., :128]},
+        ValueError,
+        "q: got strides",
+    ),
+    "k none": (UPDATE, lambda: {"k_buffer": None}, TypeError, "k_buffer: got NoneType"),
+    "decay none": (VERIFY, lambda: {"decay": None}, TypeError, "decay: got NoneType"),
+    "pool number": (ONE, lambda: {"state_pool": 3}, TypeError, "state_pool: got int"),
+    "out is q": (
+        ONE,
+        lambda: (lambda q: {"q": q, "out": q, "v": tokens(H, B), "decay": torch.zeros(H),
+                            "state_pool": torch.zeros(P, H, D, D)})(tokens(H, B)),
+        ValueError,
+        "out: got a tensor that overlaps q",
+    ),
+    "scale tensor": (MTP, lambda: {"scale": torch.ones(())}, TypeError, "scale: got a tensor"),
+    "scale nan": (VERIFY, lambda: {"scale": float("nan")}, ValueError, "scale: got nan"),
+    "update flag": (MTP, lambda: {"update_state": 1}, TypeError, "update_state: got 1"),
+    "grad": (
+        MTP, lambda: {"q": tokens().requires_grad_()}, ValueError, "q: .*requires grad"
+    ),
+    "steps shape": (
+        MTP,
+        lambda: {"intermediate_states": torch.zeros(B, 2, HV, D, D)},
+        ValueError,
+        "intermediate_states: got shape",
+    ),
+    "device": (
+        ONE, lambda: {"state_indices": torch.zeros(B, device="meta").int()}, ValueError, "meta"
+    ),
+}  # fmt: skip
+
+
+@REFUSED
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case: str, host: Recorder) -> None:
+    name, change, error, message = BAD[case]
+    for warm in (False, True):
+        if warm:
+            call(name)
+        with pytest.raises(error, match=message):
+            call(name, **change())
+        assert len(host.launches) == warm
+
+
+@REFUSED
+@pytest.mark.parametrize("name", [ONE, MTP, VERIFY, UPDATE])
+def test_unsupported_devices(name: str) -> None:
+    with pytest.raises(ValueError, match="got a tensor on cpu, expected a tensor on a CUDA device"):
+        call(name)
+    with launch.use_launcher(Recorder()) as launcher:
+        launcher.arch = lambda device: Arch(8, 0)  # type: ignore[method-assign]
+        with pytest.raises(linattn.UnsupportedArchitecture, match="got sm80"):
+            call(name)
+
+
+@PASSED
+def test_strided_arguments(host: Recorder) -> None:
+    """Slices of one projection, a pool and buffers inside larger ones, a spread index vector."""
+    fused = torch.zeros(B, T, 2 * H + HV, D, dtype=torch.bfloat16)
+    q, k, v = fused.split((H, H, HV), 2)
+    pool = torch.zeros(P, HV + 2, D, D)[:, 1:-1]
+    k_buffer, v_buffer = (tokens(h + 1, P, 8)[:, :, 1:] for h in (H, HV))
+    indices = torch.arange(2 * B)[::2]
+    out = call(
+        VERIFY, q=q, k=k, v=v, state_pool=pool, k_buffer=k_buffer, v_buffer=v_buffer,
+        state_indices=indices, accepted_len=None, out=None, scale=0.25,
+    )  # fmt: skip
+    ((operator, found, arguments),) = host.launches
+    assert operator == "kvbuffer_verify"
+    assert arguments[-1] == 0.25
+    for name, tensor in (
+        ("q", q), ("k", k), ("v", v), ("o", out), ("state_pool", pool), ("k_buffer", k_buffer),
+        ("v_buffer", v_buffer), ("state_indices", indices),
+    ):  # fmt: skip
+        assert found[name].address == tensor.data_ptr(), name
+        assert found[name].shape == tuple(tensor.shape), name
+        assert found[name].strides == tensor.stride(), name
+        assert found[name].itemsize == tensor.element_size(), name
+    assert "accepted_len" not in found
+
+
+@CHECKED
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        (ONE, {"state_indices": torch.tensor([1, 1])}, r"state_indices\[1\]: got 1"),
+        (MTP, {"state_indices": torch.tensor([4, 1])}, r"state_indices\[0\]: got 4.*0 to 3"),
+        (VERIFY, {"accepted_len": torch.tensor([0, 9])}, r"accepted_len\[1\]: got 9.*T_max = 8"),
+        (UPDATE, {"accepted_len": torch.tensor([-1, 2])}, r"accepted_len\[0\]: got -1"),
+        (UPDATE, {"decay": torch.tensor([0.0, 1.0, -1.0, 0.0])}, r"decay\[2\]: got -1"),
+    ],
+)
+def test_checked_mode(name: str, changes: dict[str, Any], message: str, host: Recorder) -> None:
+    call(name, **changes)
+    with linattn.checked(), pytest.raises(ValueError, match=message):
+        call(name, **changes)
+    with linattn.checked():
+        call(name, state_indices=torch.tensor([-1, 1]))
+    assert len(host.launches) == 2
+
+
+@CHECKED
+def test_checked_mode_cannot_read_in_a_capture(host: Recorder) -> None:
+    call(ONE)
+    host.capturing = lambda: True  # type: ignore[method-assign]
+    with linattn.checked(), pytest.raises(RuntimeError, match="la_decode: checked mode"):
+        call(ONE)
+
+
+@EMPTY
+def test_empty(host: Recorder) -> None:
+    nobody = {
+        "q": tokens(H, 0, T), "k": tokens(H, 0, T), "v": tokens(HV, 0, T),
+        "state_indices": torch.zeros(0).int(), "out": None,
+    }  # fmt: skip
+    assert call(MTP, **nobody, intermediate_states=None).shape == (0, T, HV, D)
+    nothing = {"accepted_len": None, "k_buffer": None, "v_buffer": None}
+    assert call(VERIFY, **nobody, **nothing).shape == (0, T, HV, D)
+    none = torch.zeros(0).int()
+    assert call(UPDATE, state_indices=none, accepted_len=none) is None
+    assert not host.launches
+
+
+@META
+@pytest.mark.no_host_sync
+@pytest.mark.parametrize("name", [ONE, MTP, VERIFY, UPDATE])
+def test_meta_tensors(name: str, no_host_sync: Any) -> None:
+    """A value read on the host raises, because meta tensors hold none."""
+    arguments = {
+        key: x.to("meta") if isinstance(x, torch.Tensor) else x for key, x in legal(name).items()
+    }
+    with launch.use_launcher(launch.MetaLauncher("sm90")) as launcher:
+        with no_host_sync():
+            for _ in range(2):
+                getattr(linattn, name)(**arguments)
+        assert isinstance(launcher, launch.MetaLauncher)
+        assert len(launcher.launches) == 2

@@ -1,0 +1,42 @@
+"""How the kernels that stream a state cut it, and what of an SM they ask for: plain Python."""
+
+from __future__ import annotations
+
+HEAD_DIM = 128
+"""Key and value head dimension."""
+
+MAX_TOKENS = 8
+"""Most tokens of a request in one call."""
+
+ROW_GROUPS = 4
+"""Rows of a state that one access of a warp touches in scalar kernels: eight lanes share a row."""
+
+SM_SMEM_BYTES = 228 * 1024
+"""Shared memory of one SM at most, on Hopper and on Blackwell."""
+
+
+def check_row_split(tile_v: int, warps: int, ilp: int, stages: int) -> None:
+    """Check that CTAs of such a shape own every row of a state exactly once.
+
+    Raises:
+        ValueError: a number out of range, or rows that would be left out or met twice.
+    """
+    for name, value in (("warps", warps), ("stages", stages)):
+        if value < 1:
+            raise ValueError(f"{name}: got {value}, expected at least 1")
+    if warps > 8:
+        raise ValueError(f"warps: got {warps}, expected at most 8")
+    if ilp not in (1, 2, 4):
+        raise ValueError(f"ilp: got {ilp}, expected 1, 2 or 4")
+    walked = warps * ROW_GROUPS * ilp * stages
+    if tile_v != walked:
+        raise ValueError(
+            f"tile_v: got {tile_v}, expected warps * {ROW_GROUPS} * ilp * stages = {walked}"
+        )
+    if HEAD_DIM % tile_v:
+        raise ValueError(f"tile_v: got {tile_v}, expected a divisor of {HEAD_DIM}")
+
+
+def smem_percent(smem_bytes: int, ctas: int) -> int:
+    """Percent of ``SM_SMEM_BYTES`` for so many CTAs; the system takes a kilobyte of each."""
+    return min(100, -(-100 * ctas * (smem_bytes + 1024) // SM_SMEM_BYTES))

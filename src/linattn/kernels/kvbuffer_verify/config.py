@@ -1,0 +1,84 @@
+"""Shipped configurations of the verify kernel, and the table that picks one.
+
+Plain Python values only: the dataclass is the compile key, so it is hashable, picklable and
+importable without a GPU and without the DSL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from linattn.device.tiling import HEAD_DIM, MAX_TOKENS, smem_percent
+
+WARP_ROWS = 16
+"""Rows of the state that a warp owns: the rows of one tensor-core product."""
+
+
+@dataclass(frozen=True)
+class KvbufferVerifyConfig:
+    """What one compiled verify kernel fixes; everything else is launch data.
+
+    Attributes:
+        tile_v: rows of the state, of 128, that one CTA owns; a warp owns 16 of them.
+        commit: first commit accepted tokens from the buffers. Such a CTA owns all rows of all
+            value heads of a query/key head, because it overwrites keys that they all read.
+    """
+
+    tile_v: int
+    commit: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` for a configuration that would leave rows out."""
+        if self.tile_v < WARP_ROWS or HEAD_DIM % self.tile_v or self.tile_v % WARP_ROWS:
+            raise ValueError(
+                f"tile_v: got {self.tile_v}, expected a divisor of {HEAD_DIM} that is a multiple "
+                f"of {WARP_ROWS}"
+            )
+        if self.commit and self.tile_v != HEAD_DIM:
+            raise ValueError(f"tile_v: got {self.tile_v}, expected {HEAD_DIM} with commit")
+
+    @property
+    def warps(self) -> int:
+        """Warps of a CTA."""
+        return self.tile_v // WARP_ROWS
+
+    def name(self) -> str:
+        """Short name used for the kernel symbol, the cache entry and profiler rows."""
+        return f"kvbuffer_verify_v{self.tile_v}" + ("_commit" if self.commit else "")
+
+    def ctas_per_sm(self) -> int:
+        """CTAs that an SM should hold at least: sixteen warps, which caps registers at 128."""
+        return 16 // self.warps
+
+    def smem_bytes(self) -> int:
+        """Shared memory of one CTA in bytes.
+
+        With commit: buffered keys as FP32; q and k as bf16 with 32 bytes of padding a row; buffered
+        values and v as bf16.
+        """
+        row = 2 * HEAD_DIM
+        return MAX_TOKENS * (2 * row + 2 * (row + 32) + 2 * row) if self.commit else 0
+
+    def carveout(self) -> int:
+        """Percent of an SM's L1 memory that those CTAs need as shared memory."""
+        return smem_percent(self.smem_bytes(), self.ctas_per_sm())
+
+
+TABLE: tuple[tuple[int, KvbufferVerifyConfig], ...] = (
+    (128, KvbufferVerifyConfig(tile_v=32)),
+    (1 << 62, KvbufferVerifyConfig(tile_v=64)),
+)
+"""Configuration by states of a call, ``B * HV``, up to and with the first number of a row."""
+
+COMMIT = KvbufferVerifyConfig(tile_v=HEAD_DIM, commit=True)
+"""The configuration of every call that commits first."""
+
+CONFIGS: tuple[KvbufferVerifyConfig, ...] = (*(config for _, config in TABLE), COMMIT)
+"""Every configuration that ships; ahead-of-time builds and codegen claims iterate it."""
+
+
+def choose(states: int, commit: bool) -> KvbufferVerifyConfig:
+    """The configuration for a call on so many states."""
+    if commit:
+        return COMMIT
+    return next(config for limit, config in TABLE if states <= limit)

@@ -1,0 +1,1 @@
+"""Decode of one or several tokens a request, with the state in a pool."""

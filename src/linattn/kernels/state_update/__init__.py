@@ -1,0 +1,1 @@
+"""Commit of accepted draft tokens to the state."""

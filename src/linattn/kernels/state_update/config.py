@@ -1,0 +1,81 @@
+"""Shipped configurations of the commit kernel, and the table that picks one.
+
+Plain Python values only: the dataclass is the compile key, so it is hashable, picklable and
+importable without a GPU and without the DSL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from linattn.device.tiling import HEAD_DIM, MAX_TOKENS, check_row_split, smem_percent
+
+RESIDENT_WARPS = {1: 32, 2: 24, 4: 16}
+"""Warps that an SM holds at least, by rows of a lane: as many as spill no register."""
+
+RESIDENT_WARPS_IN_STAGES = {1: 32, 2: 20, 4: 12}
+"""The same where a lane holds two batches of rows."""
+
+
+@dataclass(frozen=True)
+class StateUpdateConfig:
+    """What one compiled commit kernel fixes; everything else is launch data.
+
+    Attributes:
+        tile_v: rows of the state, of 128, that one CTA owns.
+        warps: warps of a CTA.
+        ilp: rows that a lane works on at once; their loads are in flight together.
+        stages: batches of rows that a warp walks; two are in registers at a time.
+        packed: two-wide FP32 arithmetic, which Blackwell has and Hopper lacks; same bits.
+    """
+
+    tile_v: int
+    warps: int
+    ilp: int
+    stages: int
+    packed: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` for a configuration that would leave rows out."""
+        check_row_split(self.tile_v, self.warps, self.ilp, self.stages)
+
+    def name(self) -> str:
+        """Short name used for the kernel symbol, the cache entry and profiler rows."""
+        suffix = "_x2" if self.packed else ""
+        return f"state_update_v{self.tile_v}_w{self.warps}_i{self.ilp}_s{self.stages}{suffix}"
+
+    def smem_bytes(self) -> int:
+        """Shared memory of one CTA in bytes: k and the CTA's part of v, as FP32."""
+        return 4 * MAX_TOKENS * (HEAD_DIM + self.tile_v)
+
+    def ctas_per_sm(self) -> int:
+        """CTAs that an SM should hold at least, which caps the registers of a thread."""
+        table = RESIDENT_WARPS if self.stages == 1 else RESIDENT_WARPS_IN_STAGES
+        return table[self.ilp] // self.warps
+
+    def carveout(self) -> int:
+        """Percent of an SM's L1 memory that so many CTAs need as shared memory."""
+        return smem_percent(self.smem_bytes(), self.ctas_per_sm())
+
+
+TABLE: tuple[tuple[int, StateUpdateConfig], ...] = (
+    (128, StateUpdateConfig(tile_v=16, warps=4, ilp=1, stages=1)),
+    (1 << 62, StateUpdateConfig(tile_v=32, warps=2, ilp=4, stages=1)),
+)
+"""Configuration by states of a call, ``B * HV``, up to and with the first number of a row.
+
+Few states: many small CTAs, so that every SM has loads in flight. Many: CTAs that read the keys
+less often.
+"""
+
+FAMILIES: dict[str, tuple[StateUpdateConfig, ...]] = {
+    "sm90": tuple(config for _, config in TABLE),
+    "sm100": tuple(replace(config, packed=True) for _, config in TABLE),
+}
+"""Every configuration that ships, by family; ahead-of-time builds and codegen claims iterate it."""
+
+
+def choose(states: int, family: str) -> StateUpdateConfig:
+    """The configuration for a call on so many states."""
+    row = next(i for i, (limit, _) in enumerate(TABLE) if states <= limit)
+    return FAMILIES[family][row]

@@ -1,0 +1,158 @@
+"""Commit: the accepted prefix of the buffered draft tokens goes into the state.
+
+Per request with a slot, and value head, with ``lam = exp(-slope)`` and ``L`` accepted tokens:
+
+    S_i = lam * S_(i-1) + v_i k_i^T        for i = 1 .. L, in place
+
+| tensor        | shape, dtype             | direction | meaning                                   |
+| ------------- | ------------------------ | --------- | ----------------------------------------- |
+| k_buffer      | [P, T_max, H, 128] bf16  | in        | by pool slot; T_max in 1..8               |
+| v_buffer      | [P, T_max, HV, 128] bf16 | in        | by pool slot                              |
+| decay         | [H] or [HV] f32          | in        | slopes, at least 0                        |
+| state_pool    | [P, HV, 128, 128] f32    | in, out   | by address                                |
+| state_indices | [B] int32 or int64       | in        | by address, 0 = slot n for request n      |
+| accepted_len  | [B] int32 or int64       | in        | L, clamped to 0..T_max                    |
+
+The step is ``device/recurrence.py``, as in the decode kernel, so the committed state has the bits
+that decoding the same tokens leaves. Nothing is written where L is 0 or the request has no slot.
+
+Work: a CTA owns ``tile_v`` rows of one state; a warp walks ``stages`` batches of ``4 * ilp`` rows.
+All warps have one role. CTAs take the states from the last to the first, because a verification
+before took them from the first to the last, and left the last ones in L2.
+
+Order of a CTA: k, v and the first two batches of the state are requested together; k and v become
+FP32 in shared memory behind one barrier; then every batch takes its tokens and is written, and the
+next but one is requested into its registers.
+"""
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+
+from linattn.device import memory, pool, recurrence, row_tile, staging
+from linattn.device.compat import SmemAllocator
+from linattn.device.decay import decay_factor
+from linattn.device.layout import Layout
+from linattn.device.tiling import HEAD_DIM, MAX_TOKENS
+from linattn.kernels.state_update.config import StateUpdateConfig
+
+LAYOUT_WORDS = 17
+"""Integers of the layout: 6 strides of buffers, 2 of states, 4 of vectors, 5 sizes."""
+
+
+class StateUpdate:
+    """Builds and launches the kernel of one configuration."""
+
+    def __init__(self, config: StateUpdateConfig):
+        self.config = config
+        self.threads = 32 * config.warps
+        self.splits = HEAD_DIM // config.tile_v
+
+    @cute.jit
+    def __call__(
+        self,
+        k_buffer: Int64,
+        v_buffer: Int64,
+        decay: cute.Tensor,
+        state_pool: Int64,
+        indices: Int64,
+        accepted: Int64,
+        layout: Int64,
+        stream,
+    ):
+        block = Layout(layout, LAYOUT_WORDS)
+        buffers = tuple((address, block.wide(3)) for address in (k_buffer, v_buffer))
+        states = (state_pool, block.wide(2))
+        vectors = tuple((address, *block.wide(2)) for address in (indices, accepted))
+        batch, heads, value_heads, slots, limit = block.narrow(5)
+        block.end()
+        group_size = value_heads // heads
+        self.kernel(
+            buffers, decay, states, vectors, (limit, value_heads, slots, group_size)
+        ).launch(
+            grid=(self.splits * group_size, heads, batch),
+            block=(self.threads, 1, 1),
+            min_blocks_per_mp=self.config.ctas_per_sm(),
+            preferred_smem_carveout=self.config.carveout(),
+            use_pdl=True,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, buffers, decay: cute.Tensor, states, vectors, sizes):
+        k_buffer, v_buffer = buffers
+        indices, accepted = vectors
+        limit, value_heads, slots, group_size = sizes
+        smem = SmemAllocator()
+        sK = smem.allocate_tensor(Float32, cute.make_layout(MAX_TOKENS * HEAD_DIM), 16)
+        sV = smem.allocate_tensor(Float32, cute.make_layout(MAX_TOKENS * self.config.tile_v), 16)
+
+        # Global memory may be another kernel's until that has ended; the next one may start early.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        thread, _, _ = cute.arch.thread_idx()
+        # From the last state to the first: those that a verification read last are still in L2.
+        part, qk_head, request = (
+            last - 1 - at for last, at in zip(cute.arch.grid_dim(), cute.arch.block_idx())
+        )
+        head = qk_head * group_size + part // self.splits
+        first_row = part % self.splits * self.config.tile_v
+        slot = pool.slot_of(indices, request, slots)
+        tokens = pool.length_of(accepted, request, limit)
+        if slot >= 0 and tokens > 0:
+            address, strides = states
+            inputs = (
+                memory.rows_of(k_buffer, slot, qk_head),
+                memory.rows_of(v_buffer, slot, head),
+            )
+            self.commit(
+                inputs,
+                (sK, sV),
+                (address, memory.offset_of(strides, slot, head)),
+                (thread, first_row, tokens),
+                decay[cutlass.select_(decay.shape[0] == value_heads, head, qk_head)],
+            )
+
+    @cute.jit
+    def commit(self, inputs, shared, state, position, slope: Float32):
+        """Step the CTA's rows over the accepted tokens, in place."""
+        thread, first_row, tokens = position
+        ilp, stages, threads = self.config.ilp, self.config.stages, self.threads
+        columns, batch_rows = self.config.tile_v, row_tile.GROUPS * self.config.ilp
+        lane, group = row_tile.lane_position(thread % 32)
+        # Row of this lane's first one in a batch, relative to the CTA's.
+        local = (thread // 32) * batch_rows + group * ilp
+        batch = self.config.warps * batch_rows
+        address, offset = state
+        places = [
+            row_tile.rows_at(address, offset, first_row + local + s * batch, lane, ilp)
+            for s in range(stages)
+        ]
+        tiles = [row_tile.registers(ilp) for _ in range(min(stages, 2))]
+        for s in cutlass.range_constexpr(len(tiles)):
+            row_tile.load(places[s], tiles[s])
+        keys = staging.request(inputs[0], HEAD_DIM, 0, thread, threads, tokens)
+        values = staging.request(inputs[1], columns, first_row, thread, threads, tokens)
+        staging.settle_floats(keys, shared[0], HEAD_DIM, thread, threads, tokens)
+        staging.settle_floats(values, shared[1], columns, thread, threads, tokens)
+        cute.arch.sync_threads()
+        lam = decay_factor(slope, Int32(1))  # here, for it waits for the slope
+        for s in cutlass.range_constexpr(stages):
+            self.step_tokens(tiles[s % 2], shared, (tokens, lane, local + s * batch), lam)
+            row_tile.store(tiles[s % 2], places[s])
+            if cutlass.const_expr(s + 2 < stages):
+                row_tile.load(places[s + 2], tiles[s % 2])
+
+    @cute.jit
+    def step_tokens(self, tile, shared, position, lam: Float32):
+        """Every token of one batch of rows."""
+        tokens, lane, local = position
+        sK, sV = shared
+        keys = cute.make_rmem_tensor(cute.make_layout(row_tile.COLUMNS), Float32)
+        values = cute.make_rmem_tensor(cute.make_layout(self.config.ilp), Float32)
+        for t in cutlass.range(tokens, unroll=1):
+            row_tile.columns_of(sK, t, lane, keys)
+            row_tile.values_of(sV, t * self.config.tile_v + local, values)
+            recurrence.advance(tile, lam, keys, values, self.config.packed)
+
+
+KERNEL = StateUpdate
