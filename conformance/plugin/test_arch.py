@@ -202,6 +202,21 @@ def test_a_provider_serves_each_test_its_architecture(suite: Suite) -> None:
     narrow.stdout.fnmatch_lines(["*needs sm100; emulated here: sm90 by fake emulator"])
 
 
+def test_claims_of_an_emulated_run_say_so(suite: Suite) -> None:
+    suite.write(
+        """
+        import pytest
+        @pytest.mark.sm90
+        @pytest.mark.claim("LA-1", "text")
+        def test_new(device): pass
+        """,
+        conftest=PROVIDER,
+    )
+    result = suite.run("--gpu-arch=emulated", "-q")
+    result.stdout.fnmatch_lines(["=* claims, kernels emulated by fake emulator and on no GPU =*"])
+    assert "emulated" not in suite.run("--gpu-arch=none", "-q").stdout.str().split("claims")[1]
+
+
 def test_auto_takes_the_gpu_and_else_emulates(suite: Suite) -> None:
     suite.write(
         """

@@ -107,6 +107,8 @@ def test_an_invalid_row_is_missing(timed_suite: TimedSuite) -> None:
 
 @pytest.mark.parametrize("switch", ["--benchmark-disable", "-n1"])
 def test_without_timing_a_set_is_incomplete(timed_suite: TimedSuite, switch: str) -> None:
+    if switch == "-n1":
+        pytest.importorskip("xdist")
     timed_suite.write(rows([1.0, 1.1, 1.2]))
     timed_suite.run(switch, "--claims-json=claims.json")
     found = timed_suite.json("claims.json")

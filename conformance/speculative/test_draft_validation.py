@@ -238,6 +238,15 @@ BAD: dict[str, tuple[str, Callable[[], dict[str, Any]], type[Exception], str]] =
     "device": (
         ONE, lambda: {"state_indices": torch.zeros(B, device="meta").int()}, ValueError, "meta"
     ),
+    **{
+        f"{name}-negative": (
+            name,
+            lambda: {"decay": torch.full((HV,), -0.5j).conj().imag},
+            ValueError,
+            "decay: got a negative view, expected .*resolve_neg",
+        )
+        for name in ("la_decode", "la_decode_mtp", "la_verify_kvbuffer", "la_state_update_kvbuffer")
+    },
 }  # fmt: skip
 
 

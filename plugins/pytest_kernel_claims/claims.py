@@ -433,7 +433,9 @@ class Collector:
         if self.error:
             lines.append(f"ERROR: {self.error}")
         if lines:
-            terminalreporter.section("claims")
+            emulator = arch.machine(self.config).provider
+            where = f", kernels emulated by {emulator.name} and on no GPU" if emulator else ""
+            terminalreporter.section(f"claims{where}")
         for line in lines:
             terminalreporter.line(line)
 
