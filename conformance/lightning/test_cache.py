@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from stand_ins import StubBuilder, StubConfig
 import linattn
 from linattn import env
 from linattn.errors import CacheWarning
-from linattn.host import cache, compile
+from linattn.host import cache, compile, dispatch
 
 pytestmark = pytest.mark.dispatch
 
@@ -28,6 +29,7 @@ RACE = pytest.mark.claim("LA-H01", "a cold cache is compiled once, by many threa
 DAMAGE = pytest.mark.claim("LA-H02", "a damaged entry is a miss with a warning, and never loaded")
 KEY = pytest.mark.claim("LA-H03", "an entry is used only for exactly what it was built from")
 UNWRITABLE = pytest.mark.claim("LA-H04", "a cache that cannot be written warns and still serves")
+AHEAD = pytest.mark.claim("LA-H14", "kernels compile ahead of time, and what is left out is named")
 IMPORT = pytest.mark.claim("LA-H05", "import needs no GPU, no driver and no compiler")
 FILES = ("kernel.cubin", "kernel.o", "kernel.ptx", "meta.json")
 
@@ -421,3 +423,68 @@ def test_the_environment_is_read_once_and_not_at_import(monkeypatch: pytest.Monk
     env.reset()
     assert env.cache_dir() == Path.home() / ".cache" / "linattn"
     env.reset()
+
+
+@AHEAD
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_ahead_of_time(
+    arch: str, root: Path, builder: StubBuilder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every configuration that a call can get; what has no kernel yet is named."""
+    assert compile.main(["--arch", arch, "--all"]) == 0
+    told = capsys.readouterr()
+    expected = [
+        (operator, arch, config)
+        for (operator, family), kernel in sorted(dispatch.TABLE.items())
+        if family == arch.strip("a").replace("_", "")
+        for config in kernel.configs
+    ]
+    assert expected
+    assert builder.builds == expected
+    for operator, target, config in expected:
+        assert f"{operator} {target} {config.name()} " in told.out
+        assert list(root.glob(f"{operator}-{target}/{config.name()}-*/kernel.o"))
+    for operator, family in dispatch.MISSING:
+        named = f"left out: {operator}: got" in told.err
+        assert named == (family == "sm100" and arch == "sm_100a")
+    assert compile.main(["--arch", arch, "--all"]) == 0
+    assert len(builder.builds) == len(expected)
+
+
+@AHEAD
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--arch", "sm_80", "--all"], "error: .*got sm80"),
+        (["--arch", "sm_100a", "--operator", "lightning_prefill"], "error: .*does not exist yet"),
+        (["--arch", "hopper", "--all"], "error: .*hopper"),
+    ],
+)
+def test_ahead_of_time_for_what_has_no_kernel(
+    arguments: list[str],
+    told: str,
+    root: Path,
+    builder: StubBuilder,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert compile.main(arguments) == 2
+    assert re.search(told, capsys.readouterr().err)
+    assert not builder.builds
+
+
+@AHEAD
+def test_ahead_of_time_without_a_place(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    builder: StubBuilder,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(env, "cache_dir", lambda: tmp_path / "file" / "cache")
+    cache.reset()
+    with pytest.warns(CacheWarning, match="cannot be written"):
+        assert compile.main(["--arch", "sm_90a", "--all"]) == 1
+    told = capsys.readouterr()
+    assert "error: nothing was kept" in told.err
+    assert not told.out
+    cache.reset()

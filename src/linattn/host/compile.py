@@ -10,11 +10,12 @@ import importlib
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from linattn import env
 from linattn.errors import UnsupportedArchitecture
 from linattn.host import dispatch
 from linattn.host.arch import Arch
@@ -108,32 +109,57 @@ def build(operator: str, target: str, config: Any) -> Artifact:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line: compile configurations into the kernel cache and print where they are."""
+    """Command line: compile configurations into the kernel cache and print where they are.
+
+    Returns 0; 1 where the cache cannot be written; 2 for an architecture without a kernel.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m linattn.host.compile",
         description="Compile kernels into the cache. Needs neither a GPU nor a driver.",
     )
     parser.add_argument("--arch", action="append", required=True, metavar="TARGET")
     chosen = parser.add_mutually_exclusive_group(required=True)
-    chosen.add_argument("--all", action="store_true", help="every operator")
+    chosen.add_argument(
+        "--all", action="store_true", help="every operator that has a kernel for the target"
+    )
     chosen.add_argument("--operator", action="append", choices=sorted(SIGNATURES))
     options = parser.parse_args(arguments)
+    try:
+        for arch in map(Arch.parse, options.arch):
+            for operator, config in _wanted(arch, options.operator):
+                if not _fill(operator, arch, config):
+                    return 1
+    except (NotImplementedError, UnsupportedArchitecture, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
+
+def _wanted(arch: Arch, operators: Sequence[str] | None) -> Iterator[tuple[str, Any]]:
+    """The configurations of ``operators``, or of all that have a kernel for ``arch``."""
+    for operator in operators or sorted(SIGNATURES):
+        try:
+            kernel = dispatch.kernel_of(operator, arch)
+        except NotImplementedError as error:
+            if operators:
+                raise
+            print(f"left out: {error}", file=sys.stderr)
+        else:
+            yield from ((operator, config) for config in kernel.configs)
+
+
+def _fill(operator: str, arch: Arch, config: Any) -> bool:
+    """Put one configuration into the cache; False where it cannot stay there."""
     from linattn.host import cache
 
-    for operator in sorted(SIGNATURES) if options.all else options.operator:
-        for name in options.arch:
-            try:
-                arch = Arch.parse(name)
-                for config in dispatch.kernel_of(operator, arch).configs:
-                    start = time.perf_counter()
-                    entry = cache.get(operator, arch.target, config)
-                    seconds = time.perf_counter() - start
-                    print(f"{operator} {arch.target} {config.name()} {seconds:.1f} s {entry.path}")
-            except (NotImplementedError, UnsupportedArchitecture, ValueError) as error:
-                print(f"error: {error}", file=sys.stderr)
-                return 2
-    return 0
+    start = time.perf_counter()
+    entry = cache.get(operator, arch.target, config)
+    seconds = time.perf_counter() - start
+    if not entry.path.is_relative_to(env.cache_dir()):
+        print(f"error: nothing was kept: {env.cache_dir()} cannot be written", file=sys.stderr)
+        return False
+    print(f"{operator} {arch.target} {config.name()} {seconds:.1f} s {entry.path}")
+    return True
 
 
 if __name__ == "__main__":
