@@ -29,7 +29,7 @@ RACE = pytest.mark.claim("LA-H01", "a cold cache is compiled once, by many threa
 DAMAGE = pytest.mark.claim("LA-H02", "a damaged entry is a miss with a warning, and never loaded")
 KEY = pytest.mark.claim("LA-H03", "an entry is used only for exactly what it was built from")
 UNWRITABLE = pytest.mark.claim("LA-H04", "a cache that cannot be written warns and still serves")
-AHEAD = pytest.mark.claim("LA-H14", "kernels compile ahead of time, and what is left out is named")
+AHEAD = pytest.mark.claim("LA-H15", "kernels compile ahead of time, and what is left out is named")
 IMPORT = pytest.mark.claim("LA-H05", "import needs no GPU, no driver and no compiler")
 FILES = ("kernel.cubin", "kernel.o", "kernel.ptx", "meta.json")
 
