@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import pytest
 
@@ -115,8 +115,7 @@ def pytest_kernel_claims_device(config: pytest.Config, arch: str | None) -> Devi
     Implementations outside this package are declared with ``optionalhook=True``."""
 
 
-@dataclass(frozen=True)
-class Machine:
+class Machine(NamedTuple):
     """What tests may run on: a GPU, or a provider, or (both None) only the CPU."""
 
     gpu: Gpu | None = None
