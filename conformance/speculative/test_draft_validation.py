@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import linattn
-from linattn.host import launch
+from linattn.host import guards, launch
 from linattn.host.arch import Arch
 from linattn.host.signature import SIGNATURES
+from linattn.ops import _calls
 
 pytestmark = pytest.mark.dispatch
 
@@ -264,6 +265,184 @@ def test_bad_input(case: str, host: Recorder) -> None:
 
 @REFUSED
 @pytest.mark.parametrize("name", [ONE, MTP, VERIFY, UPDATE])
+def test_known_addresses_hide_no_other(name: str, host: Recorder) -> None:
+    """Calls that differ from a warm one in nothing but one address are looked at, each time."""
+    arguments = legal(name)
+    moving = "k_buffer" if name == UPDATE else "q"
+    tensor = arguments[moving]
+    memory = torch.zeros(tensor.numel() + 256, dtype=tensor.dtype)
+
+    def at(start: int) -> torch.Tensor:
+        return memory[start : start + tensor.numel()].view(tensor.shape)
+
+    for _ in range(3):
+        for start in (0, 8, 128):
+            call(name, **arguments | {moving: at(start)})
+            assert host.launches[-1][1][moving].address == at(start).data_ptr()
+        with pytest.raises(ValueError, match=f"{moving}: got an address 2 bytes past"):
+            call(name, **arguments | {moving: at(1)})
+    assert len(host.launches) == 9
+
+
+@REFUSED
+@pytest.mark.parametrize("name", [ONE, MTP, VERIFY])
+def test_known_addresses_hide_no_overlap(name: str, host: Recorder) -> None:
+    """An output that moves into an input and out again, an input that moves under an output."""
+    arguments = legal(name)
+    out, v = arguments["out"], arguments["v"]
+    count = out.numel()
+    memory = torch.zeros(3 * count, dtype=out.dtype)
+
+    def at(start: int) -> torch.Tensor:
+        return memory[start : start + count].view(out.shape)
+
+    for _ in range(3):
+        call(name, **arguments | {"v": at(0), "out": at(count)})
+        for ours, theirs in ((0, count - 8), (0, 0), (count + 8, count)):
+            with pytest.raises(ValueError, match="out: got a tensor that overlaps v"):
+                call(name, **arguments | {"v": at(ours), "out": at(theirs)})
+        call(name, **arguments | {"v": at(2 * count), "out": at(count)})
+    assert v.shape == out.shape
+    assert len(host.launches) == 6
+
+
+@REFUSED
+@pytest.mark.parametrize("name", [ONE, MTP, VERIFY, UPDATE])
+def test_known_addresses_hide_no_negative_view(name: str, host: Recorder) -> None:
+    """Two views of the same memory, shape and strides, of which torch negates one on reading."""
+    numbers = torch.full((HV,), 0.5j)
+    positive, negative = numbers.imag, numbers.conj().imag
+    assert positive.data_ptr() == negative.data_ptr()
+    assert positive.stride() == negative.stride()
+    arguments = legal(name)
+    for _ in range(3):
+        call(name, **arguments | {"decay": positive})
+        with pytest.raises(ValueError, match="decay: got a negative view"):
+            call(name, **arguments | {"decay": negative})
+    assert len(host.launches) == 3
+
+
+@REFUSED
+@pytest.mark.parametrize("name", [ONE, MTP, VERIFY, UPDATE])
+def test_more_addresses_than_are_remembered(
+    name: str, host: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_calls, "MAX_KNOWN", 4)
+    arguments = legal(name)
+    pools = [torch.zeros(P, HV, D, D) for _ in range(6)]
+    for pool in 2 * pools:
+        call(name, **arguments | {"state_pool": pool})
+        assert host.launches[-1][1]["state_pool"].address == pool.data_ptr()
+    plans = {id(plan): plan for plan in host.plans.values()}
+    assert [len(plan.known) for plan in plans.values()] == [4]
+
+
+# One object as several arguments: every set of them that shapes and dtypes allow. H == HV there.
+SHARED = [
+    *((name, *names) for name in (ONE, MTP, VERIFY) for names in ("qk", "qv", "kv", "qkv")),
+    (VERIFY, "k_buffer", "v_buffer"),
+    (VERIFY, "state_indices", "accepted_len"),
+    (VERIFY, "q", "k", "state_indices", "accepted_len"),
+    (UPDATE, "k_buffer", "v_buffer"),
+    (UPDATE, "state_indices", "accepted_len"),
+    (UPDATE, "k_buffer", "v_buffer", "state_indices", "accepted_len"),
+]
+
+
+def with_shared(name: str, *names: str) -> dict[str, Any]:
+    """A legal call with one object for all ``names`` of a shape."""
+    arguments = legal(name) | {"state_pool": torch.zeros(P, H, D, D), "decay": torch.zeros(H)}
+    if "v" in arguments:
+        arguments |= {"v": arguments["q"].clone(), "out": arguments["q"].clone()}
+    if "v_buffer" in arguments:
+        arguments["v_buffer"] = arguments["k_buffer"].clone()
+    if "intermediate_states" in arguments:
+        arguments["intermediate_states"] = None
+    by_shape: dict[Any, torch.Tensor] = {}
+    for shared in names:
+        one = arguments[shared]
+        arguments[shared] = by_shape.setdefault(one.shape, one)
+    return arguments
+
+
+@PASSED
+@pytest.mark.parametrize("private", [True, False], ids=["torch's check", "properties"])
+@pytest.mark.parametrize("shared", SHARED, ids="-".join)
+def test_one_object_as_several_arguments(
+    shared: tuple[str, ...], private: bool, host: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such calls are as warm as others are, and a warm one is refused what others are."""
+    if not private:
+        monkeypatch.setattr(guards, "_compiled", lambda: None)
+    cold = []
+    find = _calls.find
+    monkeypatch.setattr(_calls, "find", lambda *rest: cold.append(rest) or find(*rest))
+    name, *names = shared
+    for _ in range(4):  # of which all but the first are warm, other tensors at other addresses
+        arguments = with_shared(*shared)
+        call(name, **arguments)
+        found = host.launches[-1][1]
+        for one in names:
+            assert found[one].address == arguments[one].data_ptr(), one
+    assert len(cold) == 1
+    first = names[0]
+    bad = arguments[first].double()
+    with pytest.raises(TypeError, match=r"got torch\.float64"):
+        call(name, **arguments | dict.fromkeys(names[:2], bad))
+    if first != "state_indices":
+        bad = misaligned(arguments[first])
+        with pytest.raises(ValueError, match=f"{first}: got an address 2 bytes past"):
+            call(name, **arguments | dict.fromkeys(names[:2], bad))
+        with pytest.raises(ValueError, match=f"{first}: got an address 2 bytes past"):
+            call(name, **arguments | {first: bad})
+    if name != UPDATE and first == "q":
+        with pytest.raises(ValueError, match="out: got a tensor that overlaps q"):
+            call(name, **arguments | {"out": arguments["q"]})
+    assert len(host.launches) == 4
+    apart = with_shared(name)
+    call(name, **apart)
+    found = host.launches[-1][1]
+    for one in names:
+        assert found[one].address == apart[one].data_ptr(), one
+
+
+@PASSED
+def test_tensors_made_in_inference_mode(host: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share a plan with others, and are warm from their second call on too."""
+    cold = []
+    find = _calls.find
+    monkeypatch.setattr(_calls, "find", lambda *rest: cold.append(rest) or find(*rest))
+    with torch.inference_mode():
+        inference = legal(ONE)
+    for arguments in (legal(ONE), inference):
+        for _ in range(3):
+            call(ONE, **arguments)
+    assert len(cold) <= 2
+    assert len({id(plan) for plan in host.plans.values()}) == 1
+    assert len(host.launches) == 6
+
+
+@PASSED
+@pytest.mark.parametrize("private", [True, False], ids=["torch's check", "properties"])
+def test_what_a_matcher_accepts(private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if private and guards._compiled() is None:
+        pytest.skip("this torch has no check of its own")
+    if not private:
+        monkeypatch.setattr(guards, "_compiled", lambda: None)
+    a, b, other = torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(3, 2)
+    apart, together = guards.matcher([a, b, other]), guards.matcher([a, a, other])
+    c, d, wrong = torch.ones(2, 3), torch.ones(2, 3), torch.zeros(2, 3).double()
+    assert apart(c, d, other)
+    assert together(c, c, other)
+    assert not together(c, d, other)
+    assert not apart(c, c, other)
+    for refused in ((wrong, wrong, other), (c, c, c), (None, None, other), (c, c, None)):
+        assert not together(*refused)
+    assert not apart(c, wrong, other)
+
+
+@REFUSED
+@pytest.mark.parametrize("name", [ONE, MTP, VERIFY, UPDATE])
 def test_unsupported_devices(name: str) -> None:
     with pytest.raises(ValueError, match="got a tensor on cpu, expected a tensor on a CUDA device"):
         call(name)
@@ -311,9 +490,10 @@ def test_strided_arguments(host: Recorder) -> None:
     ],
 )
 def test_checked_mode(name: str, changes: dict[str, Any], message: str, host: Recorder) -> None:
-    call(name, **changes)
+    arguments = legal(name) | changes
+    call(name, **arguments)
     with linattn.checked(), pytest.raises(ValueError, match=message):
-        call(name, **changes)
+        call(name, **arguments)  # at addresses that are known
     with linattn.checked():
         call(name, state_indices=torch.tensor([-1, 1]))
     assert len(host.launches) == 2

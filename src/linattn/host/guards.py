@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import compress
 from typing import Any
 
 import torch
@@ -19,19 +20,50 @@ Matches = Callable[..., bool]
 
 
 def properties(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """What a plan depends on, as a dictionary key."""
-    return tuple(
-        item
-        for x in tensors
-        for item in (type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
-    )
+    """What a plan depends on, as a dictionary key; and which arguments are one tensor object,
+    because a matcher depends on that."""
+    described = [
+        (type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors
+    ]
+    return (*_first_places(tensors), *described)
+
+
+def _first_places(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """For every argument the first one that is the same object."""
+    objects = list(map(id, tensors))
+    return list(map(objects.index, objects))
 
 
 def matcher(tensors: Sequence[torch.Tensor]) -> Matches:
     """A check that later tensors have the type, shape, strides, dtype, device and requires_grad of
-    these. It may refuse more than that (tensors made in inference mode), never less."""
+    these. It may refuse more than that (tensors made in inference mode, another set of arguments
+    that are one object), never less."""
     build = _compiled()
-    return _plain(tensors) if build is None else build(tensors)
+    if build is None:
+        return _plain(tensors)
+    firsts = _first_places(tensors)
+    kept = [place == first for place, first in enumerate(firsts)]
+    return build(tensors) if all(kept) else _repeating(build, tensors, firsts, kept)
+
+
+def _repeating(
+    build: Callable[[Sequence[torch.Tensor]], Matches],
+    tensors: Sequence[torch.Tensor],
+    firsts: Sequence[int],
+    kept: Sequence[bool],
+) -> Matches:
+    """For arguments of which some are one object: torch's check refuses to see an object twice, so
+    it is shown the first of each, and the others are compared with that by identity."""
+    check = build(list(compress(tensors, kept)))
+    repeated = [(place, first) for place, first in enumerate(firsts) if place != first]
+
+    def matches(*others: torch.Tensor) -> bool:
+        for place, first in repeated:
+            if others[place] is not others[first]:
+                return False
+        return check(*compress(others, kept))
+
+    return matches
 
 
 def _plain(tensors: Sequence[torch.Tensor]) -> Matches:

@@ -26,7 +26,8 @@ H200_MULTIPROCESSORS = 132
 """Assumed where there is no device to ask."""
 
 MAX_PLANS = 4096
-"""Plans that a launcher remembers before it starts afresh; a plan is about a kilobyte."""
+"""Plans that a launcher remembers before it starts afresh; a plan is about a kilobyte, and some
+tens of kilobytes where its calls come from many addresses."""
 
 
 class Launcher:

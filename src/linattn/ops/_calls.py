@@ -7,7 +7,7 @@ with a check that torch compiles; a dictionary over the properties of all tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from linattn.host.guards import Matches, matcher, properties
 from linattn.host.signature import Signature
 
 MAX_TOKENS = 8
-MAX_KNOWN_GAPS = 256
+MAX_KNOWN = 128
+"""Entries of each set that a plan keeps: more than a model has layers, each with its own pool."""
 
 Tensors = Mapping[str, "Tensor | None"]
 
@@ -30,27 +31,39 @@ class Plan:
 
     Attributes:
         function: the compiled function; None where nothing is launched.
+        signature: of the kernel.
         matches: whether tensors are as those that the plan was made for.
         device: device of every tensor.
         layout: the integers at ``layout_at``, an address.
         spans: bytes from the first element of each tensor to the end of its last, 0 where it is
             absent, in the order of the signature.
         out_shape: shape of the output.
+        out_span: the entry of ``spans`` that is the output's, 0 where each call makes its own.
         grads: whether a tensor other than the decay requires grad.
         detach: whether the decay requires grad.
+        alignments: bytes that the address of each tensor must be a multiple of.
+        known: addresses of all tensors, 0 where absent, that ``look_closer`` found fine. Whichever
+            tensors are there: alignment and overlap depend on the addresses and on what
+            ``matches`` covers. Threads share the set; it is only asked, added to and emptied.
+        latest: the one that ``known`` received last; comparing two is quicker than asking a set.
         known_gaps: (tensor, its distance from the output) that were found to share no byte.
     """
 
     __slots__ = (
+        "alignments",
         "detach",
         "device",
         "function",
         "grads",
+        "known",
         "known_gaps",
+        "latest",
         "layout",
         "layout_at",
         "matches",
         "out_shape",
+        "out_span",
+        "signature",
         "spans",
     )
 
@@ -65,7 +78,7 @@ class Plan:
     ) -> None:
         present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         decay = present["decay"]
-        self.function = function
+        self.signature, self.function = signature, function
         self.matches: Matches = matcher(list(present.values()))
         self.device = decay.device
         described = dict(present)
@@ -84,8 +97,12 @@ class Plan:
             for spec in signature.tensors
         )
         self.out_shape = out_shape
+        self.out_span = validate.span(present["o"]) if "o" in present else 0
         self.grads = any(x.requires_grad for name, x in present.items() if name != "decay")
         self.detach = decay.requires_grad
+        self.alignments = tuple(spec.alignment for spec in signature.tensors)
+        self.known: set[tuple[int, ...]] = set()
+        self.latest: tuple[int, ...] = ()
         self.known_gaps: set[tuple[str, int]] = set()
 
 
@@ -103,7 +120,7 @@ def plain(tensors: Tensors) -> bool:
 
 def find(
     launcher: launch.Launcher,
-    form: tuple[Any, ...],
+    form: Hashable,
     signature: Signature,
     tensors: Tensors,
     build: Callable[[], Plan],
@@ -114,16 +131,17 @@ def find(
         TypeError: a required argument that is no tensor; and whatever ``build`` raises.
     """
     for name, tensor in tensors.items():
-        spec = signature[name]
-        if not isinstance(tensor, Tensor) and not (tensor is None and spec.optional):
-            raise type_error(spec.label, type(tensor).__name__, f"a tensor {spec.shape_text}")
+        if not isinstance(tensor, Tensor):
+            spec = signature[name]
+            if tensor is not None or not spec.optional:
+                raise type_error(spec.label, type(tensor).__name__, f"a tensor {spec.shape_text}")
     given = [tensor for tensor in tensors.values() if tensor is not None]
     key = (form, properties(given))
     plan: Plan | None = launcher.plans.get(key)
     if plan is None:
         plan = build()
         launcher.remember(key, plan)
-    else:
+    elif not plan.matches(*given):  # the key leaves out some of what torch's check sees
         plan.matches = matcher(given)
     launcher.remember(form, plan)
     return plan
@@ -182,22 +200,68 @@ def function_of(
     return launcher.ready(operator, arch, chosen.config, public)
 
 
-def launch_on(
+def refuse_grad(signature: Signature, tensors: Tensors) -> None:
+    """Raise for the tensor that requires grad; call it while grad mode is on."""
+    named = [(signature[name].label, x) for name, x in tensors.items() if name != "decay"]
+    validate.no_grad(named)
+
+
+def look_closer(
+    public: str,
     launcher: launch.Launcher,
-    device: torch.device,
-    function: Callable[..., Any],
-    *arguments: Any,
+    plan: Plan,
+    tensors: Tensors,
+    places: tuple[int, ...],
+    out: Tensor | None,
 ) -> None:
-    """Launch a compiled function on a device."""
-    guard = launcher.guard(device)
-    if guard is None:
-        function(*arguments)
-    else:
-        with guard:
-            function(*arguments)
+    """Check what a plan does not settle: addresses, and in checked mode contents.
+
+    Args:
+        public: name of the public function.
+        places: addresses in the order of the signature, 0 where a tensor is absent.
+        out: the output that the caller gave, None for a fresh one, which shares memory with nobody.
+
+    Raises:
+        RuntimeError: checked mode inside a graph capture.
+        ValueError: a tensor that is misaligned or a negative view; an ``out`` that shares a byte
+            with another tensor; contents that ``linattn.checked`` refuses.
+    """
+    _check_places(plan, tensors, places, out)
+    if checked.active:
+        _check_contents(public, launcher, tensors)
 
 
-def check_contents(public: str, launcher: launch.Launcher, tensors: Tensors) -> None:
+def _check_places(
+    plan: Plan,
+    tensors: Tensors,
+    places: tuple[int, ...],
+    out: Tensor | None,
+) -> None:
+    """Check what depends on addresses; the plan remembers them, so that the next call need not.
+
+    Raises:
+        ValueError: a tensor that is misaligned or a negative view; an ``out`` that shares a byte
+            with another tensor.
+    """
+    # A tensor without elements is at address 0, and so is any on the meta device.
+    start = 0 if out is None else out.data_ptr()
+    end = start + plan.out_span if start else 0
+    unaligned = meeting = 0
+    for at, span, alignment in zip(places, plan.spans, plan.alignments):
+        if at % alignment:
+            unaligned += 1
+        if at < end and start < at + span:
+            meeting += 1
+    decay = tensors["decay"]
+    if unaligned or (decay is not None and decay.is_neg()):
+        _refuse_unusable(plan.signature, tensors)
+    if out is not None and meeting > 1:  # the first one is ``out`` itself
+        _refuse_overlap(plan, out, tensors)
+    _remember(plan.known, places)
+    plan.latest = places
+
+
+def _check_contents(public: str, launcher: launch.Launcher, tensors: Tensors) -> None:
     """What checked mode reads before a launch.
 
     Raises:
@@ -218,13 +282,7 @@ def check_contents(public: str, launcher: launch.Launcher, tensors: Tensors) -> 
         checked.lengths("accepted_len", accepted, buffer.shape[1])
 
 
-def refuse_grad(signature: Signature, tensors: Tensors) -> None:
-    """Raise for the tensor that requires grad; call it while grad mode is on."""
-    named = [(signature[name].label, x) for name, x in tensors.items() if name != "decay"]
-    validate.no_grad(named)
-
-
-def refuse_unusable(signature: Signature, tensors: Tensors) -> None:
+def _refuse_unusable(signature: Signature, tensors: Tensors) -> None:
     """Raise for the tensor whose address is not aligned or that is a negative view."""
     for name, tensor in tensors.items():
         if tensor is not None:
@@ -232,7 +290,7 @@ def refuse_unusable(signature: Signature, tensors: Tensors) -> None:
             validate.resolved(signature[name], tensor)
 
 
-def refuse_overlap(plan: Plan, signature: Signature, out: Tensor, tensors: Tensors) -> None:
+def _refuse_overlap(plan: Plan, out: Tensor, tensors: Tensors) -> None:
     """Raise if ``out`` shares a byte with another tensor; remember distances that were fine."""
     for name, tensor in tensors.items():
         if tensor is None or name == "o":
@@ -241,8 +299,13 @@ def refuse_overlap(plan: Plan, signature: Signature, out: Tensor, tensors: Tenso
         if gap in plan.known_gaps:
             continue
         if not validate.disjoint(out, tensor):
-            label = signature[name].label
+            label = plan.signature[name].label
             raise value_error("out", f"a tensor that overlaps {label}", "memory of its own")
-        if len(plan.known_gaps) >= MAX_KNOWN_GAPS:
-            plan.known_gaps.clear()
-        plan.known_gaps.add(gap)
+        _remember(plan.known_gaps, gap)
+
+
+def _remember(known: set[Any], one: Any) -> None:
+    """Add to a set, which starts afresh when it is full."""
+    if len(known) >= MAX_KNOWN:
+        known.clear()
+    known.add(one)

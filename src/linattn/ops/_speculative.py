@@ -1,12 +1,19 @@
 """Eager calls of the speculative operators: validation, plans, addresses, launches.
 
 Every function takes ``elsewhere``, which is handed calls whose tensors are not ordinary ones.
+
+A warm call may cost the host a few microseconds, and each line is up to a tenth of one. ``decode``,
+``verify`` and ``update`` are therefore written out, in the same steps: find the plan by the tensors
+that are there, read the addresses, look closer where these are new, launch. Dictionaries of tensors
+are made only where that goes another way. There is no lambda in them, because the variables that it
+captures become slower to read everywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +41,7 @@ ONE_TOKEN: Signature = replace(
 """``la_decode``: the tensors of the decode kernel without the dimension of tokens."""
 
 _BF16 = torch.bfloat16
-_ALIGNMENT_MASK = 15
+_LEAST_SCALE = -LARGEST_SCALE
 
 
 # ---------------------------------------------------------------------------------------------
@@ -56,23 +63,23 @@ def decode(
     elsewhere: Callable[..., Tensor] | None,
 ) -> Tensor:
     """Both decode functions without torch's dispatcher: the path of every eager call."""
-    if type(scale) is not float or not -LARGEST_SCALE <= scale <= LARGEST_SCALE:
+    if type(scale) is not float or not _LEAST_SCALE <= scale <= LARGEST_SCALE:
         scale = validate.scalar("scale", scale)
     if type(update_state) is not bool:
         update_state = validate.flag("update_state", update_state)
     launcher = launch.current()
-    plain_form = intermediate is None and out is not None and state_indices is not None
-    if plain_form:
-        form: tuple[Any, ...] = (name, update_state)
-        given: tuple[Any, ...] = (q, k, v, out, decay, state_pool, state_indices)
+    # The tensors that are there, as in ``decode_tensors``; written out for the usual call, whose
+    # form is a string because the hash of a tuple is computed anew each time.
+    if intermediate is None and out is not None and state_indices is not None:
+        form: Hashable = name if update_state else (name, False)
+        given: tuple[Tensor, ...] = (q, k, v, out, decay, state_pool, state_indices)
     else:
         form = (name, update_state, out is None, intermediate is None, state_indices is None)
-        given = (
-            *(q, k, v),
-            *(() if out is None else (out,)),
-            *(decay, state_pool),
-            *(x for x in (intermediate, state_indices) if x is not None),
-        )
+        given = (q, k, v, decay, state_pool) if out is None else (q, k, v, out, decay, state_pool)
+        if intermediate is not None:
+            given += (intermediate,)
+        if state_indices is not None:
+            given += (state_indices,)
     plan: _calls.Plan | None = launcher.plans.get(form)
     if plan is None or not plan.matches(*given):
         tensors = decode_tensors(q, k, v, state_pool, decay, state_indices, intermediate, out)
@@ -84,13 +91,8 @@ def decode(
             )
             # fmt: on
         signature = signature_of(name)
-        plan = _calls.find(
-            launcher,
-            form,
-            signature,
-            tensors,
-            lambda: _decode_plan(launcher, name, signature, tensors, update_state),
-        )
+        build = partial(_decode_plan, launcher, name, signature, tensors, update_state)
+        plan = _calls.find(launcher, form, signature, tensors, build)
     if plan.grads and is_grad_enabled():
         tensors = decode_tensors(q, k, v, state_pool, decay, state_indices, intermediate, out)
         _calls.refuse_grad(MTP_DECODE, tensors)
@@ -98,39 +100,29 @@ def decode(
     function = plan.function
     if function is None:
         return o
-    q_at, k_at, v_at, o_at = q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr()
-    pool_at = state_pool.data_ptr()
-    index_at = 0 if state_indices is None else state_indices.data_ptr()
+    q_at, k_at = q.data_ptr(), k.data_ptr()
+    v_at, o_at = v.data_ptr(), o.data_ptr()
+    decay_at, pool_at = decay.data_ptr(), state_pool.data_ptr()
     steps_at = 0 if intermediate is None else intermediate.data_ptr()
-    if (q_at | k_at | v_at | o_at | pool_at | steps_at) & _ALIGNMENT_MASK or decay.is_neg():
+    index_at = 0 if state_indices is None else state_indices.data_ptr()
+    places = (q_at, k_at, v_at, o_at, decay_at, pool_at, steps_at, index_at)
+    new = places != plan.latest and places not in plan.known
+    if new or checked.active or decay.is_neg():
         tensors = decode_tensors(q, k, v, state_pool, decay, state_indices, intermediate, o)
-        _calls.refuse_unusable(MTP_DECODE, tensors)
-    if out is not None and o_at:
-        q_span, k_span, v_span, o_span, decay_span, pool_span, steps_span, index_span = plan.spans
-        end, decay_at = o_at + o_span, decay.data_ptr()
-        if (
-            (q_at < end and o_at < q_at + q_span)
-            or (k_at < end and o_at < k_at + k_span)
-            or (v_at < end and o_at < v_at + v_span)
-            or (pool_at < end and o_at < pool_at + pool_span)
-            or (decay_at < end and o_at < decay_at + decay_span)
-            or (index_at < end and o_at < index_at + index_span)
-            or (steps_at < end and o_at < steps_at + steps_span)
-        ):
-            tensors = decode_tensors(q, k, v, state_pool, decay, state_indices, intermediate, out)
-            _calls.refuse_overlap(plan, MTP_DECODE, out, tensors)
-    if checked.active:
-        tensors = decode_tensors(q, k, v, state_pool, decay, state_indices, intermediate, out)
-        _calls.check_contents(name, launcher, tensors)
+        _calls.look_closer(name, launcher, plan, tensors, places, out)
     if plan.detach:
         decay = decay.detach()
-    at = plan.layout_at
+    # fmt: off
+    arguments = (
+        q_at, k_at, v_at, o_at, decay, pool_at, steps_at, index_at, plan.layout_at, scale,
+    )
+    # fmt: on
     guard = launcher.guard(plan.device)
     if guard is None:
-        function(q_at, k_at, v_at, o_at, decay, pool_at, steps_at, index_at, at, scale)
+        function(*arguments)
     else:
         with guard:
-            function(q_at, k_at, v_at, o_at, decay, pool_at, steps_at, index_at, at, scale)
+            function(*arguments)
     return o
 
 
@@ -203,15 +195,32 @@ def verify(
     elsewhere: Callable[..., Tensor] | None,
 ) -> Tensor:
     """``la_verify_kvbuffer`` without torch's dispatcher: the path of every eager call."""
-    if type(scale) is not float or not -LARGEST_SCALE <= scale <= LARGEST_SCALE:
+    if type(scale) is not float or not _LEAST_SCALE <= scale <= LARGEST_SCALE:
         scale = validate.scalar("scale", scale)
     launcher = launch.current()
-    tensors = verify_tensors(
-        q, k, v, state_pool, decay, state_indices, k_buffer, v_buffer, accepted_len, out
+    # fmt: off
+    form = (
+        VERIFY, state_indices is None, k_buffer is None, v_buffer is None, accepted_len is None,
+        out is None,
     )
-    form = (VERIFY, *(x is None for x in tensors.values()), out is None)
+    # fmt: on
+    # The tensors that are there, as in ``verify_tensors``.
+    given: tuple[Tensor, ...] = (q, k, v, decay, state_pool)
+    if k_buffer is not None:
+        given += (k_buffer,)
+    if v_buffer is not None:
+        given += (v_buffer,)
+    if state_indices is not None:
+        given += (state_indices,)
+    if accepted_len is not None:
+        given += (accepted_len,)
+    if out is not None:
+        given += (out,)
     plan: _calls.Plan | None = launcher.plans.get(form)
-    if plan is None or not plan.matches(*(x for x in tensors.values() if x is not None)):
+    if plan is None or not plan.matches(*given):
+        tensors = verify_tensors(
+            q, k, v, state_pool, decay, state_indices, k_buffer, v_buffer, accepted_len, out
+        )
         if elsewhere is not None and not _calls.plain(tensors):
             # fmt: off
             return elsewhere(
@@ -219,58 +228,50 @@ def verify(
                 out,
             )
             # fmt: on
-        plan = _calls.find(
-            launcher, form, KVBUFFER_VERIFY, tensors, lambda: _verify_plan(launcher, tensors)
-        )
+        build = partial(_verify_plan, launcher, tensors)
+        plan = _calls.find(launcher, form, KVBUFFER_VERIFY, tensors, build)
     if plan.grads and is_grad_enabled():
+        tensors = verify_tensors(
+            q, k, v, state_pool, decay, state_indices, k_buffer, v_buffer, accepted_len, out
+        )
         _calls.refuse_grad(KVBUFFER_VERIFY, tensors)
     o = torch.empty(plan.out_shape, dtype=_BF16, device=plan.device) if out is None else out
-    if plan.function is None:
+    function = plan.function
+    if function is None:
         return o
-    tensors["o"] = o
-    at = {name: 0 if x is None else x.data_ptr() for name, x in tensors.items()}
-    index_at, length_at = at["state_indices"], at["accepted_len"]
-    views = (at["q"], at["k"], at["v"], at["o"])
-    pools = (at["state_pool"], at["k_buffer"], at["v_buffer"])
-    if _any_bit(*views, *pools) & _ALIGNMENT_MASK or decay.is_neg():
-        _calls.refuse_unusable(KVBUFFER_VERIFY, tensors)
-    if out is not None and at["o"]:
-        _refuse_overlap(plan, tensors, at, out)
-    if checked.active:
-        _calls.check_contents(VERIFY, launcher, tensors)
+    q_at, k_at = q.data_ptr(), k.data_ptr()
+    v_at, o_at = v.data_ptr(), o.data_ptr()
+    decay_at, pool_at = decay.data_ptr(), state_pool.data_ptr()
+    keys_at = 0 if k_buffer is None else k_buffer.data_ptr()
+    values_at = 0 if v_buffer is None else v_buffer.data_ptr()
+    index_at = 0 if state_indices is None else state_indices.data_ptr()
+    length_at = 0 if accepted_len is None else accepted_len.data_ptr()
+    # fmt: off
+    places = (
+        q_at, k_at, v_at, o_at, decay_at, pool_at, keys_at, values_at, index_at, length_at
+    )
+    # fmt: on
+    new = places != plan.latest and places not in plan.known
+    if new or checked.active or decay.is_neg():
+        tensors = verify_tensors(
+            q, k, v, state_pool, decay, state_indices, k_buffer, v_buffer, accepted_len, o
+        )
+        _calls.look_closer(VERIFY, launcher, plan, tensors, places, out)
     if plan.detach:
         decay = decay.detach()
-    _calls.launch_on(
-        launcher,
-        plan.device,
-        plan.function,
-        *views,
-        decay,
-        *pools,
-        index_at,
-        length_at,
-        plan.layout_at,
-        scale,
+    # fmt: off
+    arguments = (
+        q_at, k_at, v_at, o_at, decay, pool_at, keys_at, values_at, index_at, length_at,
+        plan.layout_at, scale,
     )
+    # fmt: on
+    guard = launcher.guard(plan.device)
+    if guard is None:
+        function(*arguments)
+    else:
+        with guard:
+            function(*arguments)
     return o
-
-
-def _any_bit(*numbers: int) -> int:
-    found = 0
-    for number in numbers:
-        found |= number
-    return found
-
-
-def _refuse_overlap(
-    plan: _calls.Plan, tensors: dict[str, Tensor | None], at: dict[str, int], out: Tensor
-) -> None:
-    """Look closer at an output whose range of addresses meets that of another tensor."""
-    spans = dict(zip((spec.name for spec in KVBUFFER_VERIFY.tensors), plan.spans))
-    start = at["o"]
-    end = start + spans["o"]
-    if any(at[name] < end and start < at[name] + spans[name] for name in at if name != "o"):
-        _calls.refuse_overlap(plan, KVBUFFER_VERIFY, out, tensors)
 
 
 def verify_tensors(
@@ -347,43 +348,48 @@ def update(
 ) -> None:
     """``la_state_update_kvbuffer`` without torch's dispatcher: the path of every eager call."""
     launcher = launch.current()
-    tensors = update_tensors(k_buffer, v_buffer, state_pool, decay, state_indices, accepted_len)
-    form = (UPDATE, state_indices is None)
+    if state_indices is not None:
+        form: Hashable = UPDATE
+        # fmt: off
+        given: tuple[Tensor, ...] = (
+            k_buffer, v_buffer, decay, state_pool, state_indices, accepted_len
+        )
+        # fmt: on
+    else:
+        form = (UPDATE, None)
+        given = (k_buffer, v_buffer, decay, state_pool, accepted_len)
     plan: _calls.Plan | None = launcher.plans.get(form)
-    slots = () if state_indices is None else (state_indices,)
-    given = (k_buffer, v_buffer, decay, state_pool, *slots, accepted_len)
     if plan is None or not plan.matches(*given):
+        tensors = update_tensors(k_buffer, v_buffer, state_pool, decay, state_indices, accepted_len)
         if elsewhere is not None and not _calls.plain(tensors):
             elsewhere(k_buffer, v_buffer, state_pool, decay, state_indices, accepted_len)
             return
-        plan = _calls.find(
-            launcher, form, STATE_UPDATE, tensors, lambda: _update_plan(launcher, tensors)
-        )
+        build = partial(_update_plan, launcher, tensors)
+        plan = _calls.find(launcher, form, STATE_UPDATE, tensors, build)
     if plan.grads and is_grad_enabled():
+        tensors = update_tensors(k_buffer, v_buffer, state_pool, decay, state_indices, accepted_len)
         _calls.refuse_grad(STATE_UPDATE, tensors)
-    if plan.function is None:
+    function = plan.function
+    if function is None:
         return
-    k_at, v_at, pool_at = k_buffer.data_ptr(), v_buffer.data_ptr(), state_pool.data_ptr()
-    if (k_at | v_at | pool_at) & _ALIGNMENT_MASK or decay.is_neg():
-        _calls.refuse_unusable(STATE_UPDATE, tensors)
-    if checked.active:
-        _calls.check_contents(UPDATE, launcher, tensors)
-    if plan.detach:
-        decay = decay.detach()
+    k_at, v_at = k_buffer.data_ptr(), v_buffer.data_ptr()
+    decay_at, pool_at = decay.data_ptr(), state_pool.data_ptr()
     index_at = 0 if state_indices is None else state_indices.data_ptr()
     length_at = accepted_len.data_ptr()
-    _calls.launch_on(
-        launcher,
-        plan.device,
-        plan.function,
-        k_at,
-        v_at,
-        decay,
-        pool_at,
-        index_at,
-        length_at,
-        plan.layout_at,
-    )
+    places = (k_at, v_at, decay_at, pool_at, index_at, length_at)
+    new = places != plan.latest and places not in plan.known
+    if new or checked.active or decay.is_neg():
+        tensors = update_tensors(k_buffer, v_buffer, state_pool, decay, state_indices, accepted_len)
+        _calls.look_closer(UPDATE, launcher, plan, tensors, places, None)
+    if plan.detach:
+        decay = decay.detach()
+    arguments = (k_at, v_at, decay, pool_at, index_at, length_at, plan.layout_at)
+    guard = launcher.guard(plan.device)
+    if guard is None:
+        function(*arguments)
+    else:
+        with guard:
+            function(*arguments)
 
 
 def update_tensors(

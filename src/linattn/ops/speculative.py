@@ -108,14 +108,16 @@ def la_decode_mtp(
         As ``la_decode``; ``ValueError`` for another number of tokens.
     """
     # fmt: off
-    arguments = (
+    if is_compiling():
+        return _decode(
+            DECODE_MTP, q, k, v, state_pool, decay, state_indices, scale, update_state,
+            intermediate_states, out,
+        )
+    return _speculative.decode(
         DECODE_MTP, q, k, v, state_pool, decay, state_indices, scale, update_state,
-        intermediate_states, out,
+        intermediate_states, out, _decode,
     )
     # fmt: on
-    if is_compiling():
-        return _decode(*arguments)
-    return _speculative.decode(*arguments, _decode)
 
 
 def la_verify_kvbuffer(
@@ -163,13 +165,15 @@ def la_verify_kvbuffer(
         or lengths without buffers.
     """
     # fmt: off
-    arguments = (
+    if is_compiling():
+        return _verify(
+            q, k, v, state_pool, decay, state_indices, scale, k_buffer, v_buffer, accepted_len, out
+        )
+    return _speculative.verify(
         q, k, v, state_pool, decay, state_indices, scale, k_buffer, v_buffer, accepted_len, out,
+        _verify,
     )
     # fmt: on
-    if is_compiling():
-        return _verify(*arguments)
-    return _speculative.verify(*arguments, _verify)
 
 
 def la_state_update_kvbuffer(
@@ -195,11 +199,14 @@ def la_state_update_kvbuffer(
     Raises:
         As ``la_decode``.
     """
-    arguments = (k_buffer, v_buffer, state_pool, decay, state_indices, accepted_len)
+    # fmt: off
     if is_compiling():
-        _update(*arguments)
+        _update(k_buffer, v_buffer, state_pool, decay, state_indices, accepted_len)
     else:
-        _speculative.update(*arguments, _update)
+        _speculative.update(
+            k_buffer, v_buffer, state_pool, decay, state_indices, accepted_len, _update
+        )
+    # fmt: on
 
 
 def get_mtp_config(batch: int, heads: int, draft_len: int, arch: ArchLike) -> MtpConfig:
