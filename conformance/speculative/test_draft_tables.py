@@ -104,18 +104,22 @@ def test_shipped_configurations_fit() -> None:
 @EXPLAINED
 def test_verify_and_commit() -> None:
     few = linattn.explain("la_verify_kvbuffer", arch="sm90", B=1, T=4, H=64)
-    assert few.config == KvbufferVerifyConfig(32)
-    assert few.grid == (4, 64, 1)
+    assert few.config == KvbufferVerifyConfig(16)
+    assert few.grid == (8, 64, 1)
     many = linattn.explain(linattn.la_verify_kvbuffer, arch="sm100", B=128, T=4, H=32, HV=64)
     assert many.config == KvbufferVerifyConfig(64)
     assert many.grid == (2 * 2, 32, 128)
     folded = linattn.explain("la_verify_kvbuffer", arch="sm90", B=128, T=4, H=32, HV=64, commit=1)
     assert folded.config == KvbufferVerifyConfig(128, commit=True)
     assert folded.grid == (1, 32, 128)
-    one = linattn.explain("la_state_update_kvbuffer", arch="sm90", B=1, H=64)
-    assert one.config == StateUpdateConfig(16, 4, 1, 1)
-    all_ = linattn.explain("la_state_update_kvbuffer", arch="sm90", B=128, H=64)
-    assert all_.config == StateUpdateConfig(32, 2, 4, 1)
+    for arch, config in (
+        ("sm90", StateUpdateConfig(64, 4, 2, 2)),
+        ("sm100", StateUpdateConfig(32, 4, 2, 1, packed=True)),
+    ):
+        for batch in (1, 128):
+            plan = linattn.explain("la_state_update_kvbuffer", arch=arch, B=batch, H=32, HV=64)
+            assert plan.config == config
+            assert plan.grid == (128 // config.tile_v * 2, 32, batch)
     none = linattn.explain("la_decode", arch="sm90", B=0, H=64)
     assert none.config is None
     for name, sizes in (("B", {"B": 65536, "H": 1}), ("H", {"B": 1, "H": 65536})):

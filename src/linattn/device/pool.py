@@ -1,11 +1,12 @@
-"""Requests and pool slots: device-side vectors of indices and lengths, int32 or int64.
+"""What a request or a head looks up: its slot, its length, its slope.
 
-A vector arrives as an address (0 where absent), a stride in 32-bit words and a flag that says
-whether its elements are 64-bit. Those are read as two words, so one kernel serves both types.
+A vector of slots or lengths, int32 or int64, arrives as an address (0 where absent), a stride in
+32-bit words and a flag that says whether its elements are 64-bit. Those are read as two words, so
+one kernel serves both types.
 """
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, cute
 
 from linattn.device.memory import words
 
@@ -14,36 +15,51 @@ PADDING = -1
 
 
 @cute.jit
-def slot_of(vector: tuple, request: Int32, slots: Int32) -> Int32:
+def element_of(vector: tuple, request: Int32, spare: Int64) -> tuple:
+    """The words (low, high) of a request's element; a 32-bit one is both.
+
+    There is no branch, so that the reads of several vectors are in flight together. Where the
+    vector is absent, the word at ``spare`` is read, which then means nothing.
+    """
+    address, stride, wide = vector
+    at = address + Int64(request) * stride * 4
+    if address == 0:
+        at = spare
+    one = cute.make_layout(1)
+    return words(at, 0, one)[0], words(at, wide, one)[0]
+
+
+def slope_of(decay: cute.Tensor, head: Int32, qk_head: Int32, value_heads: Int32) -> Float32:
+    """Slope of a value head from a vector over those or over query/key heads."""
+    return decay[cutlass.select_(decay.shape[0] == value_heads, head, qk_head)]
+
+
+@cute.jit
+def slot_of(vector: tuple, element: tuple, request: Int32, slots: Int32) -> Int32:
     """Slot of a request, ``PADDING`` where its index is outside ``0 .. slots - 1``.
 
     Without a vector request ``n`` has slot ``n``.
     """
-    address, stride, wide = vector
-    slot = request
-    if address != 0:
-        element = words(address, Int64(request) * stride, cute.make_layout(2))
-        slot = element[0]
-        high = Int32(0)
-        if wide != 0:
-            high = element[1]
-        if high != 0:
-            slot = Int32(PADDING)
+    address, _, wide = vector
+    slot, high = element
+    if wide != 0 and high != 0:
+        slot = Int32(PADDING)
+    if address == 0:
+        slot = request
     if cutlass.Uint32(slot) >= cutlass.Uint32(slots):
         slot = Int32(PADDING)
     return slot
 
 
 @cute.jit
-def length_of(vector: tuple, request: Int32, limit: Int32) -> Int32:
+def length_of(vector: tuple, element: tuple, limit: Int32) -> Int32:
     """Element of a vector of lengths, clamped to ``0 .. limit``."""
-    address, stride, wide = vector
-    element = words(address, Int64(request) * stride, cute.make_layout(2))
-    length = cutlass.max(element[0], 0)
+    _, _, wide = vector
+    low, high = element
+    length = cutlass.max(low, 0)
     if wide != 0:
-        high = element[1]
         if high < 0:
             length = Int32(0)
-        elif high > 0 or element[0] < 0:
+        elif high > 0 or low < 0:
             length = limit
     return cutlass.min(length, limit)

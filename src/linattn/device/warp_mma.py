@@ -102,23 +102,20 @@ def columns_of(shared: cute.Tensor, row, t, part: int, factors: cute.Tensor) -> 
     cute.autovec_copy(source, target)
 
 
-def score(keys: cute.Tensor, queries: cute.Tensor) -> tuple:
-    """``k_g . q_(2 t + p)`` for p = 0, 1: tokens of the keys are the rows, padded with zeros."""
-    acc, zero = (Float32(0.0),) * 4, Int32(0)
-    for c in range(STEPS):
-        a = (keys[0, c], zero, keys[1, c], zero)
-        acc = ptx.mma_bf16(acc, a, (queries[0, c], queries[1, c]))
-    return acc[:2]
+def products(state: cute.Tensor, keys: cute.Tensor, queries: cute.Tensor) -> tuple:
+    """``k_g . q_(2 t + p)`` for p = 0, 1, and ``state . q`` for every row of the warp and every
+    token: four sums in result order.
 
-
-def read_state(state: cute.Tensor, queries: cute.Tensor) -> list:
-    """``state . q`` for every row of the warp and every token: four sums in result order.
-
-    The three parts of the state have an accumulator each; the sum is ``(low + middle) + high``.
+    Tokens of the keys are rows of their product, padded with zeros. The three parts of the state
+    have an accumulator each; their sum is ``(low + middle) + high``. One walk over the columns, so
+    that the four chains of products overlap.
     """
+    scores, zero = (Float32(0.0),) * 4, Int32(0)
     sums = [(Float32(0.0),) * 4 for _ in range(3)]
     for c in range(STEPS):
         b = (queries[0, c], queries[1, c])
+        scores = ptx.mma_bf16(scores, (keys[0, c], zero, keys[1, c], zero), b)
         sums = [ptx.mma_bf16(acc, a, b) for acc, a in zip(sums, split(state, c))]
     high, middle, low = sums
-    return [ptx.add_rn(ptx.add_rn(z, y), x) for x, y, z in zip(high, middle, low)]
+    inter = [ptx.add_rn(ptx.add_rn(z, y), x) for x, y, z in zip(high, middle, low)]
+    return scores[:2], inter

@@ -65,7 +65,7 @@ class KvbufferVerifyConfig:
 
 
 TABLE: tuple[tuple[int, KvbufferVerifyConfig], ...] = (
-    (128, KvbufferVerifyConfig(tile_v=32)),
+    (128, KvbufferVerifyConfig(tile_v=16)),
     (1 << 62, KvbufferVerifyConfig(tile_v=64)),
 )
 """Configuration by states of a call, ``B * HV``, up to and with the first number of a row."""

@@ -118,26 +118,28 @@ class KvbufferVerify:
     def kernel(self, tensors, decay: cute.Tensor, states, buffers, vectors, sizes, scale):
         indices, accepted = vectors
         tokens, limit, value_heads, slots, group_size = sizes
-        # Global memory may be another kernel's until that has ended; the next one may start early.
+        # Global memory may be another kernel's until that has ended.
         cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
         thread, _, _ = cute.arch.thread_idx()
         part, qk_head, request = cute.arch.block_idx()
-        slot = pool.slot_of(indices, request, slots)
-        per_value_head = decay.shape[0] == value_heads
+        spare = decay.iterator.toint()
+        index = pool.element_of(indices, request, spare)
         if cutlass.const_expr(self.config.commit):
             shared = self.allocate()
-            length = pool.length_of(accepted, request, limit)
+            element = pool.element_of(accepted, request, spare)
+            slot = pool.slot_of(indices, index, request, slots)
+            length = pool.length_of(accepted, element, limit)
             for member in cutlass.range(group_size, unroll=1):
                 head = qk_head * group_size + member
-                slope = decay[cutlass.select_(per_value_head, head, qk_head)]
+                slope = pool.slope_of(decay, head, qk_head, value_heads)
                 where = (request, slot, head, qk_head, thread // 32 * WARP_ROWS, member)
                 counts = (tokens, length)
                 self.step(tensors, slope, states, buffers, where, counts, shared, scale)
         else:
             member = part // self.splits
             head = qk_head * group_size + member
-            slope = decay[cutlass.select_(per_value_head, head, qk_head)]
+            slope = pool.slope_of(decay, head, qk_head, value_heads)
+            slot = pool.slot_of(indices, index, request, slots)
             row = part % self.splits * self.config.tile_v + thread // 32 * WARP_ROWS
             where = (request, slot, head, qk_head, row, member)
             self.verify(tensors, slope, states, buffers, where, tokens, scale)
@@ -159,6 +161,7 @@ class KvbufferVerify:
         lane, _, _ = cute.arch.thread_idx()
         g, t = warp_mma.lane_position(lane % 32)
         q, k, v, o = tensors
+        k_buffer, v_buffer = buffers
         result = cute.make_rmem_tensor(cute.make_layout(4), Float32)
         result.fill(0.0)
         factor = Float32(1.0)
@@ -171,7 +174,6 @@ class KvbufferVerify:
             self.read_token(memory.rows_of(q, request, qk_head), g, t, tokens, queries)
             self.read_token(memory.rows_of(k, request, qk_head), g, t, tokens, keys)
             values = self.read_values(memory.rows_of(v, request, head), row + 2 * g, t, tokens)
-            k_buffer, v_buffer = buffers
             if k_buffer[0] != 0:
                 if row == 0 and member == 0 and g < tokens:
                     k_rows = memory.rows_of(k_buffer, slot, qk_head)
@@ -179,10 +181,10 @@ class KvbufferVerify:
                 v_rows = memory.rows_of(v_buffer, slot, head)
                 self.write_values(v_rows, row + 2 * g, t, tokens, values)
             weights = self.attend(state, queries, keys, slope, (g, t), result)
-            for i in cutlass.range_constexpr(MAX_TOKENS):
-                if i < tokens:
-                    pair = cute.arch.shuffle_sync(values[i // 4], 4 * g + i % 4)
-                    self.add_token(i, pair, weights, t, result)
+            pairs = [
+                cute.arch.shuffle_sync(values[i // 4], 4 * g + i % 4) for i in range(MAX_TOKENS)
+            ]
+            self.add_tokens(pairs, weights, tokens, t, result)
             factor = scale
         self.emit(memory.rows_of(o, request, head), row + 2 * g, t, tokens, result, factor)
 
@@ -219,10 +221,8 @@ class KvbufferVerify:
             cute.autovec_copy(warp_mma.shared_token(shared[1], g, t), queries)
             cute.autovec_copy(warp_mma.shared_token(shared[2], g, t), keys)
             weights = self.attend(state, queries, keys, slope, (g, t), result)
-            for i in cutlass.range_constexpr(MAX_TOKENS):
-                if i < tokens:
-                    pair = shared[4][i * ROW_WORDS + row // 2 + g]
-                    self.add_token(i, pair, weights, t, result)
+            pairs = [shared[4][i * ROW_WORDS + row // 2 + g] for i in range(MAX_TOKENS)]
+            self.add_tokens(pairs, weights, tokens, t, result)
             factor = scale
         self.emit(memory.rows_of(o, request, head), row + 2 * g, t, tokens, result, factor)
 
@@ -304,34 +304,38 @@ class KvbufferVerify:
                 at = offset + Int64(token) * stride_t + row
                 memory.pairs(address, at, cute.make_layout(1))[0] = values[i]
 
-    @cute.jit
-    def attend(self, state, queries, keys, slope, lane_position, result) -> cute.Tensor:
+    def attend(self, state, queries, keys, slope, lane_position, result) -> tuple:
         """What the state gives in result order: register ``2 h + p`` is row 2 g + h, token 2 t + p.
 
         Returns the weights of token ``g`` in tokens ``2 t`` and ``2 t + 1``.
         """
         g, t = lane_position
-        weights = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-        products = warp_mma.score(keys, queries)
-        for p in cutlass.range_constexpr(2):
-            distance = cutlass.max(2 * t + p - g, 0)
-            weights[p] = ptx.mul_rn(products[p], decay_factor(slope, distance))
-        inter = warp_mma.read_state(state, queries)
-        for p in cutlass.range_constexpr(2):
-            factor = decay_factor(slope, 2 * t + p + 1)
-            for h in cutlass.range_constexpr(2):
+        scores, inter = warp_mma.products(state, keys, queries)
+        weights = []
+        for p in range(2):
+            token = 2 * t + p
+            weights.append(ptx.mul_rn(scores[p], decay_factor(slope, cutlass.max(token - g, 0))))
+            factor = decay_factor(slope, token + 1)
+            for h in range(2):
                 result[2 * h + p] = ptx.mul_rn(inter[2 * h + p], factor)
-        return weights
+        return tuple(weights)
 
     @cute.jit
-    def add_token(self, i: cutlass.Constexpr, pair, weights, t, result):
-        """Add token ``i``, of which ``pair`` is rows 2 g and 2 g + 1 of v, to those from it on."""
-        rows = (ptx.low_half(pair), ptx.high_half(pair))
-        for p in cutlass.range_constexpr(2):
-            weight = cute.arch.shuffle_sync(weights[p], 4 * i + t)
-            if i <= 2 * t + p:
-                for h in cutlass.range_constexpr(2):
-                    result[2 * h + p] = ptx.fma_rn(weight, rows[h], result[2 * h + p])
+    def add_tokens(self, pairs: list, weights: tuple, tokens: Int32, t, result):
+        """Add every token, of which ``pairs`` holds rows 2 g and 2 g + 1 of v, to those from it on.
+
+        The shuffles come first, for they do not wait for one another; the sums do.
+        """
+        spread = [
+            [cute.arch.shuffle_sync(weight, 4 * i + t) for weight in weights]
+            for i in range(MAX_TOKENS)
+        ]
+        for i in cutlass.range_constexpr(MAX_TOKENS):
+            rows = (ptx.low_half(pairs[i]), ptx.high_half(pairs[i]))
+            for p in cutlass.range_constexpr(2):
+                if i < tokens and i <= 2 * t + p:
+                    for h in cutlass.range_constexpr(2):
+                        result[2 * h + p] = ptx.fma_rn(spread[i][p], rows[h], result[2 * h + p])
 
     @cute.jit
     def emit(self, outputs, row, t, tokens: Int32, result: cute.Tensor, scale):

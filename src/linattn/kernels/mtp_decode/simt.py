@@ -114,14 +114,16 @@ class MtpDecode:
         sK = smem.allocate_tensor(Float32, table, 16)
         sV = smem.allocate_tensor(Float32, cute.make_layout(MAX_TOKENS * self.config.tile_v), 16)
 
-        # Global memory may be another kernel's until that has ended; the next one may start early.
+        # Global memory may be another kernel's until that has ended.
         cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
         thread, _, _ = cute.arch.thread_idx()
         part, qk_head, request = cute.arch.block_idx()
         head = qk_head * group_size + part // self.splits
         first_row = part % self.splits * self.config.tile_v
-        slot = pool.slot_of(indices, request, slots)
+        # Read together: everything else waits for them.
+        slope = pool.slope_of(decay, head, qk_head, value_heads)
+        index = pool.element_of(indices, request, decay.iterator.toint())
+        slot = pool.slot_of(indices, index, request, slots)
         if slot < 0:
             self.write_zeros(memory.rows_of(o, request, head), thread, tokens, first_row)
         else:
@@ -138,7 +140,7 @@ class MtpDecode:
                 (o, intermediate, request, head),
                 state,
                 (thread, first_row, tokens),
-                decay[cutlass.select_(decay.shape[0] == value_heads, head, qk_head)],
+                slope,
                 update,
                 scale,
             )
@@ -173,11 +175,11 @@ class MtpDecode:
         queries = staging.request(inputs[0], HEAD_DIM, 0, thread, threads, tokens)
         keys = staging.request(inputs[1], HEAD_DIM, 0, thread, threads, tokens)
         values = staging.request(inputs[2], columns, first_row, thread, threads, tokens)
+        lam = decay_factor(slope, Int32(1))  # while they are on their way
         staging.settle_floats(queries, shared[0], HEAD_DIM, thread, threads, tokens)
         staging.settle_floats(keys, shared[1], HEAD_DIM, thread, threads, tokens)
         staging.settle_floats(values, shared[2], columns, thread, threads, tokens)
         cute.arch.sync_threads()
-        lam = decay_factor(slope, Int32(1))  # here, for it waits for the slope
         o, intermediate, request, head = results
         address, offset, stride_t = memory.rows_of(o, request, head)
         outputs = (address, offset + (first_row + local + lane), stride_t)

@@ -1,4 +1,4 @@
-"""Shipped configurations of the commit kernel, and the table that picks one.
+"""Shipped configurations of the commit kernel.
 
 Plain Python values only: the dataclass is the compile key, so it is hashable, picklable and
 importable without a GPU and without the DSL.
@@ -6,7 +6,7 @@ importable without a GPU and without the DSL.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from linattn.device.tiling import HEAD_DIM, MAX_TOKENS, check_row_split, smem_percent
 
@@ -58,24 +58,13 @@ class StateUpdateConfig:
         return smem_percent(self.smem_bytes(), self.ctas_per_sm())
 
 
-TABLE: tuple[tuple[int, StateUpdateConfig], ...] = (
-    (128, StateUpdateConfig(tile_v=16, warps=4, ilp=1, stages=1)),
-    (1 << 62, StateUpdateConfig(tile_v=32, warps=2, ilp=4, stages=1)),
-)
-"""Configuration by states of a call, ``B * HV``, up to and with the first number of a row.
-
-Few states: many small CTAs, so that every SM has loads in flight. Many: CTAs that read the keys
-less often.
-"""
-
 FAMILIES: dict[str, tuple[StateUpdateConfig, ...]] = {
-    "sm90": tuple(config for _, config in TABLE),
-    "sm100": tuple(replace(config, packed=True) for _, config in TABLE),
+    "sm90": (StateUpdateConfig(tile_v=64, warps=4, ilp=2, stages=2),),
+    "sm100": (StateUpdateConfig(tile_v=32, warps=4, ilp=2, stages=1, packed=True),),
 }
 """Every configuration that ships, by family; ahead-of-time builds and codegen claims iterate it."""
 
 
-def choose(states: int, family: str) -> StateUpdateConfig:
-    """The configuration for a call on so many states."""
-    row = next(i for i, (limit, _) in enumerate(TABLE) if states <= limit)
-    return FAMILIES[family][row]
+def choose(family: str) -> StateUpdateConfig:
+    """The configuration of every call."""
+    return FAMILIES[family][0]

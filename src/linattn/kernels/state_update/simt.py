@@ -86,9 +86,8 @@ class StateUpdate:
         sK = smem.allocate_tensor(Float32, cute.make_layout(MAX_TOKENS * HEAD_DIM), 16)
         sV = smem.allocate_tensor(Float32, cute.make_layout(MAX_TOKENS * self.config.tile_v), 16)
 
-        # Global memory may be another kernel's until that has ended; the next one may start early.
+        # Global memory may be another kernel's until that has ended.
         cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
         thread, _, _ = cute.arch.thread_idx()
         # From the last state to the first: those that a verification read last are still in L2.
         part, qk_head, request = (
@@ -96,8 +95,13 @@ class StateUpdate:
         )
         head = qk_head * group_size + part // self.splits
         first_row = part % self.splits * self.config.tile_v
-        slot = pool.slot_of(indices, request, slots)
-        tokens = pool.length_of(accepted, request, limit)
+        # Read together: everything else waits for them.
+        slope = pool.slope_of(decay, head, qk_head, value_heads)
+        spare = decay.iterator.toint()
+        index = pool.element_of(indices, request, spare)
+        length = pool.element_of(accepted, request, spare)
+        slot = pool.slot_of(indices, index, request, slots)
+        tokens = pool.length_of(accepted, length, limit)
         if slot >= 0 and tokens > 0:
             address, strides = states
             inputs = (
@@ -109,7 +113,7 @@ class StateUpdate:
                 (sK, sV),
                 (address, memory.offset_of(strides, slot, head)),
                 (thread, first_row, tokens),
-                decay[cutlass.select_(decay.shape[0] == value_heads, head, qk_head)],
+                slope,
             )
 
     @cute.jit
@@ -132,10 +136,10 @@ class StateUpdate:
             row_tile.load(places[s], tiles[s])
         keys = staging.request(inputs[0], HEAD_DIM, 0, thread, threads, tokens)
         values = staging.request(inputs[1], columns, first_row, thread, threads, tokens)
+        lam = decay_factor(slope, Int32(1))  # while they are on their way
         staging.settle_floats(keys, shared[0], HEAD_DIM, thread, threads, tokens)
         staging.settle_floats(values, shared[1], columns, thread, threads, tokens)
         cute.arch.sync_threads()
-        lam = decay_factor(slope, Int32(1))  # here, for it waits for the slope
         for s in cutlass.range_constexpr(stages):
             self.step_tokens(tiles[s % 2], shared, (tokens, lane, local + s * batch), lam)
             row_tile.store(tiles[s % 2], places[s])
