@@ -400,28 +400,34 @@ def test_neighbours_in_one_buffer_are_no_overlap(host: HostLauncher) -> None:
 
 @PLANNED
 @pytest.mark.parametrize(
-    ("sequences", "heads", "persistent", "rows", "ctas"),
+    ("sequences", "tokens", "heads", "persistent", "rows", "ctas"),
     [
-        (1, 66, True, 64, 132),
-        (1, 67, True, 128, 67),
-        (24, 66, True, 128, 24 * 66),
-        (25, 66, True, 128, 132),
-        (25, 66, False, 128, 25 * 66),
-        (70_000, 1, True, 128, 132),
-        (70_000, 1, False, 128, 70_000),
+        (1, 100, 66, True, 64, 132),
+        (1, 100, 67, True, 128, 67),
+        (24, 24 * 1024, 66, True, 128, 132),
+        (24, 24 * 1024 + 1, 66, True, 128, 24 * 66),
+        (24, 100, 66, False, 128, 24 * 66),
+        (25, 25 * 1024 + 1, 66, True, 128, 132),
+        (25, 100, 66, False, 128, 25 * 66),
+        (31, 100, 8, True, 128, 132),
+        (32, 100, 8, True, 128, 32 * 8),
+        (70_000, 70_000, 1, True, 128, 132),
+        (70_000, 70_000, 1, False, 128, 70_000),
     ],
 )
-def test_grids(sequences: int, heads: int, persistent: bool, rows: int, ctas: int) -> None:
-    """132 multiprocessors: persistent beyond 12 units each."""
+def test_grids(
+    sequences: int, tokens: int, heads: int, persistent: bool, rows: int, ctas: int
+) -> None:
+    """132 multiprocessors: persistent beyond 12 units each, or where few sequences are short."""
     plan = linattn.explain(
         linattn.lightning_attn_fwd_varlen,
         arch="sm90",
         persistent=persistent,
         N=sequences,
-        T=100,
+        T=tokens,
         H=heads,
     )
-    assert dispatch.PERSISTENT_ROUNDS == 12
+    assert (dispatch.PERSISTENT_ROUNDS, dispatch.PERSISTENT_TOKENS) == (12, 1024)
     assert (plan.config.rows, plan.grid) == (rows, (ctas, 1, 1))
     assert f"as {ctas} CTAs" in plan.reason
 

@@ -52,10 +52,11 @@ class Ring:
         """Producer: wait until the stage of ``step`` is free; the first round finds it so."""
         cute.arch.mbarrier_wait(self.empty + self.stage(step), self.phase(step) ^ 1)
 
-    def announce(self, step: Int32):
-        """TMA producer: promise the bytes of the stage; gives the barrier for the copies."""
+    def announce(self, step: Int32, size: int = 0):
+        """TMA producer: promise the bytes of a stage, or ``size`` of them; gives the barrier for
+        the copies."""
         full = self.full + self.stage(step)
-        _announce(full, self.stage_bytes)
+        _announce(full, size or self.stage_bytes)
         return full
 
     def publish(self, step: Int32) -> None:

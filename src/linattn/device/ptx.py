@@ -44,10 +44,16 @@ def float_of(bits: Int32) -> Float32:
     )
 
 
-def prefetch_l2(address: Int64, size: int) -> None:
-    """Ask for ``size`` bytes of global memory, a multiple of 16 at an aligned address, in L2."""
+def bulk_load(target: Int32, source: Int64, size: int, barrier: Int32) -> None:
+    """Copy ``size`` bytes from global to shared memory; completes on the mbarrier at ``barrier``.
+
+    ``target`` and ``barrier`` are addresses in shared memory; all but the latter are multiples of
+    16. One thread issues it.
+    """
     cute.arch.inline_ptx(
-        "cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[address, Int32(size)]
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[target, source, Int32(size), barrier],
     )
 
 

@@ -97,6 +97,9 @@ class Plan:
 PERSISTENT_ROUNDS = 12
 """Units of work a multiprocessor beyond which a packed grid is persistent."""
 
+PERSISTENT_TOKENS = 1024
+"""Tokens of a sequence, in the mean, up to which it is so with fewer units that can be balanced."""
+
 
 def _prefill_heads(shapes: Shapes) -> int:
     """Value heads over all sequences, packed (``N``) or of one length (``B``)."""
@@ -117,20 +120,24 @@ def _prefill_config(shapes: Shapes, multiprocessors: int) -> Any:
 def _prefill_grid(config: Any, shapes: Shapes, multiprocessors: int) -> tuple[int, int, int]:
     """A CTA a unit of work, or one a multiprocessor that takes every so-many-th unit.
 
-    Equal units are persistent. Packed ones differ: while each multiprocessor gets few of them, the
-    hardware, which gives the next unit to whichever is free, balances better than a fixed stride;
-    with many, longest first, any order is balanced and the start of a CTA is what costs.
+    A persistent CTA loads its next unit while it computes one, which pays where units are short or
+    many. A few long ones are better balanced by the hardware, which gives the next unit to whatever
+    multiprocessor is free.
     """
     units = config.splits * _prefill_heads(shapes)
     if units > MAX_UNITS:
         name = "N" if "N" in shapes else "B"
         got = f"{name} * HV = {_prefill_heads(shapes)}"
         raise value_error(f"{name} * HV", got, f"at most {MAX_UNITS // config.splits}")
-    if "N" not in shapes or (
-        shapes.get("persistent", 1) and units > PERSISTENT_ROUNDS * multiprocessors
-    ):
-        return (min(units, multiprocessors), 1, 1)
-    return (units, 1, 1)
+    persistent = "N" not in shapes
+    if not persistent and shapes.get("persistent", 1):
+        sequences = shapes["N"]
+        planned = (
+            sequences <= lightning_prefill.PLANNED_SEQUENCES and units <= lightning_prefill.PLANNED
+        )
+        short = shapes["T"] <= PERSISTENT_TOKENS * sequences
+        persistent = units > PERSISTENT_ROUNDS * multiprocessors or (planned and short)
+    return (min(units, multiprocessors) if persistent else units, 1, 1)
 
 
 def _states(shapes: Shapes) -> int:
@@ -169,7 +176,7 @@ def _speculative(family: str) -> dict[tuple[str, str], Kernel]:
         ("state_update", family): Kernel(
             "kernels/state_update/simt.py",
             state_update.FAMILIES[family],
-            lambda shapes, _: state_update.choose(_states(shapes), family),
+            lambda shapes, _: state_update.choose(family),
             _row_grid,
         ),
     }

@@ -63,8 +63,8 @@ def lightning_attn_fwd_varlen(
             and the sequence's output rows are zeros. Two sequences that name one slot leave it
             undefined. None means slot ``n`` for sequence ``n``.
         chunk_size: tokens of a step of the algorithm; 64 is the one supported.
-        persistent: where there are many more units of work than multiprocessors, launch one CTA a
-            multiprocessor and let it take many; False launches one CTA a unit. The bits are equal.
+        persistent: where units of work are short or many, launch one CTA a multiprocessor and let
+            it take several; False launches one CTA a unit. The bits are equal.
         has_initial_state: ``[N]`` bool on the device, contiguous. False ignores what the slot
             holds, NaN included, as if it held zeros. None means True for all.
         segments: pieces that a sequence is cut into; 1 is the one supported.

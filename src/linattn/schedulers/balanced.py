@@ -11,9 +11,6 @@ A CTA's first unit is its own number, so its other roles start on that while a w
 import cutlass
 from cutlass import Int32, cute
 
-MAX_SEQUENCES = 31
-"""A step that cannot serve a whole range splits it; each sequence splits at most one."""
-
 UNIT_COST = 2
 """Cost of a unit besides its chunks, in chunks: its states, and filling and draining the rings."""
 
@@ -34,6 +31,9 @@ def plan(
     sPlan: cute.Tensor,
 ):
     """Fill ``sPlan`` with the units of this CTA and one that is none; one whole warp.
+
+    At most 31 sequences: a step that cannot serve a whole range splits it, and each sequence splits
+    at most one.
 
     ``sOrder[2, rank]`` holds lengths by rank; unit ``u`` belongs to rank ``u // per_sequence``.
     """

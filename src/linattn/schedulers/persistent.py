@@ -7,18 +7,21 @@ from cutlass import Int32, cute
 from linattn.device.pipelines import Ring
 from linattn.schedulers.varlen import Batch
 
+AS_THEY_COME, RANKED, PLANNED = range(3)
+"""Orders of units."""
+
 
 class Work(NamedTuple):
     """What every role of a CTA knows of the launch.
 
-    ranked: 1 where ``order`` says which sequence a unit belongs to, else 0.
-    planned: 1 where ``plan`` holds this CTA's units from the second on, once ``plans`` says so.
+    order_of: ``AS_THEY_COME``; ``RANKED`` where ``order`` says which sequence a unit belongs to;
+        ``PLANNED`` where besides ``plan`` holds this CTA's units from the second on, once ``plans``
+        says so. One number, because movers have few registers.
     """
 
     batch: Batch
     units: Int32
-    ranked: Int32
-    planned: Int32
+    order_of: Int32
     order: cute.Tensor
     plan: cute.Tensor
     plans: Ring
@@ -29,7 +32,7 @@ def following(index: Int32, done: Int32, work: Work) -> Int32:
     """Unit after ``index``, the ``done``-th of this CTA; at least ``units`` when there is none."""
     ctas, _, _ = cute.arch.grid_dim()
     index += ctas
-    if work.planned != 0:
+    if work.order_of == PLANNED:
         work.plans.wait(0)
         index = work.plan[done]
     return index

@@ -19,6 +19,7 @@ class Batch(NamedTuple):
     """Sizes and index vectors of one launch; an address of 0 means that a vector is absent.
 
     sequences, value_heads: N (B where lengths are fixed) and HV.
+    by_heads, by_group: divide by HV, and by the value heads of a query/key head, in few steps.
     tokens: T of the token mode.
     cu_seqlens, slots: int32 vectors, or int64 ones where their ``_wide`` is 1.
     has_initial: bytes.
@@ -27,6 +28,8 @@ class Batch(NamedTuple):
 
     sequences: Int32
     value_heads: Int32
+    by_heads: cute.FastDivmodDivisorV2
+    by_group: cute.FastDivmodDivisorV2
     tokens: Int32
     cu_seqlens: Int64
     cu_seqlens_wide: Int32
@@ -117,8 +120,7 @@ def rank(batch: Batch, sSpan: cute.Tensor, sOrder: cute.Tensor):
 def unit(index: Int32, batch: Batch, ranked: Int32, sOrder: cute.Tensor, splits: cutlass.Constexpr):
     """Unit number ``index``; its sequence is looked up in ``sOrder`` where that is filled."""
     rows = index % splits
-    head = (index // splits) % batch.value_heads
-    sequence = index // (splits * batch.value_heads)
+    sequence, head = divmod(index // splits, batch.by_heads)
     start, length, plane = Int32(0), batch.tokens, sequence
     if batch.cu_seqlens != 0:
         plane = Int32(0)

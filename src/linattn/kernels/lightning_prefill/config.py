@@ -23,6 +23,9 @@ RANKED = 1024
 PLANNED = 2048
 """Units of all CTAs up to which a few unequal sequences are balanced."""
 
+PLANNED_SEQUENCES = 31
+"""How many a few are: a range of CTAs a lane, and each sequence may split one range."""
+
 SMEM_LIMIT = 232_448
 """Bytes of shared memory that one Hopper CTA can ask for."""
 

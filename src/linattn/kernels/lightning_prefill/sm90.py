@@ -24,7 +24,7 @@ registers, transposed to [V, K], and a warpgroup owns 64 of its rows.
 
 | role  | warps        | duty                                                                     |
 | ----- | ------------ | ------------------------------------------------------------------------ |
-| LOAD  | 0            | TMA loads of Q, K and V into a ring                                      |
+| LOAD  | 0            | loads of an initial state, then of Q, K and V of each chunk, into a ring |
 | STORE | 1            | TMA stores of finished output tiles                                      |
 | PLAN  | 2            | the CTA's share of a few unequal sequences (``schedulers/balanced.py``)  |
 | SCORE | 4-7          | P = masked, decayed Q K^T in bf16, ahead of the state                    |
@@ -39,10 +39,13 @@ registers, transposed to [V, K], and a warpgroup owns 64 of its rows.
 
 | ring    | stages         | full                                  | empty                        |
 | ------- | -------------- | ------------------------------------- | ---------------------------- |
-| inputs  | config.stages  | 1 arrival by LOAD and a stage's bytes | 1 by each SCORE, STATE warp  |
+| inputs  | config.stages  | 1 arrival by LOAD and the copies' bytes | 1 by each SCORE, STATE warp |
 | scores  | config.scores  | 4 arrivals by SCORE                   | 1 by each STATE warp         |
 | outputs | config.outputs | 1 arrival by each STATE warp          | 1 by STORE                   |
 | plans   | 1              | 1 arrival by PLAN, once               | never                        |
+
+A unit with an initial state starts with one step of ``inputs`` for each 64 rows of it: the upper 32
+rows take the place of Q, the lower ones that of K. SCORE passes over those steps.
 
 Budget: 24 WGMMA, no stack, no local memory; shared memory as ``config.smem_bytes()`` says.
 
@@ -72,6 +75,7 @@ from linattn.kernels.lightning_prefill.config import (
     CHUNK,
     HEAD_DIM,
     PLANNED,
+    PLANNED_SEQUENCES,
     RANKED,
     TILE,
     WARPGROUP,
@@ -80,6 +84,12 @@ from linattn.kernels.lightning_prefill.config import (
 from linattn.schedulers import balanced, persistent, varlen
 
 WARPS = WARPGROUP // 32
+
+STATE_ROWS = TILE // 2
+"""Rows of a state that fit where the Q or the K of a stage is."""
+
+STATE_HALF = STATE_ROWS * HEAD_DIM * 4
+"""Their bytes, which are those of the tile too."""
 
 
 class Role(IntEnum):
@@ -162,7 +172,7 @@ class LightningPrefillSm90:
         qk_tile = cute.slice_(self.qk_layout, (None, None, 0))
         v_tile = cute.slice_(self.v_layout, (None, None, 0))
         o_tile = cute.slice_(self.o_layout, (None, None, 0))
-        tokens = v.shape[1]
+        tokens, value_heads = v.shape[1], v.shape[2]
         q, k, v, o = (tma.describable(tensor, final_state) for tensor in (q, k, v, o))
         tdhb, dthb = (1, 3, 2, 0), (3, 1, 2, 0)  # the modes of [B, T, H, D] by letter
         tma_q, mQ = tma.tile_atom(load, q, tdhb, qk_tile, self.qk_tiler)
@@ -175,7 +185,9 @@ class LightningPrefillSm90:
         )
         batch = varlen.Batch(
             sequences,
-            v.shape[2],
+            value_heads,
+            cute.fast_divmod_create_divisor_v2(value_heads),
+            cute.fast_divmod_create_divisor_v2(value_heads // q.shape[2]),
             tokens,
             cu_seqlens,
             cu_seqlens_wide,
@@ -232,18 +244,17 @@ class LightningPrefillSm90:
 
         # Everything above overlaps the tail of the kernel before; memory is read from here on.
         cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
         ctas, _, _ = cute.arch.grid_dim()
         units = batch.units(config.splits)
-        ranked, planned = Int32(0), Int32(0)
+        order_of = Int32(persistent.AS_THEY_COME)
         if batch.cu_seqlens != 0 and batch.sequences <= RANKED and ctas < units:
-            ranked = Int32(1)
-            if batch.sequences <= balanced.MAX_SEQUENCES and units <= PLANNED:
-                planned = Int32(1)
+            order_of = Int32(persistent.RANKED)
+            if batch.sequences <= PLANNED_SEQUENCES and units <= PLANNED:
+                order_of = Int32(persistent.PLANNED)
             varlen.rank(batch, sSpan, sOrder)
         else:
             cute.arch.sync_threads()
-        work = persistent.Work(batch, units, ranked, planned, sOrder, sPlan, plans)
+        work = persistent.Work(batch, units, order_of, sOrder, sPlan, plans)
 
         if warp_index < Role.SCORE:
             cute.arch.setmaxregister_decrease(config.registers[0])
@@ -251,31 +262,37 @@ class LightningPrefillSm90:
                 self.load(inputs, work, atoms, tensors, (sQ, sK, sV), states[0])
             elif warp_index == Role.STORE:
                 self.store(outputs, work, atoms[3], mO, sO)
-            elif warp_index == Role.PLAN and planned != 0:
+            elif warp_index == Role.PLAN and order_of == persistent.PLANNED:
                 per_sequence = batch.value_heads * config.splits
                 balanced.plan(batch.sequences, per_sequence, ctas, CHUNK, sOrder, sPlan)
                 plans.publish(0)
         elif warp_index < Role.STATE:
             cute.arch.setmaxregister_decrease(config.registers[1])
-            self.score(inputs, scores, work, decay, mmas[0], (sQ, sK, sP, sDecay))
+            shared = (sQ, sK, sP, sDecay)
+            self.score(inputs, scores, work, decay, mmas[0], shared, states[0])
         else:
             cute.arch.setmaxregister_increase(config.registers[2])
-            shared = (sQ, sKt, sV, sP, sO, sDecay, sWeight)
+            shared = (sQ, sK, sKt, sV, sP, sO, sDecay, sWeight)
             self.state((inputs, scores, outputs), work, decay, mmas, shared, states, scale)
 
     @cute.jit
     def load(self, inputs, work, atoms, tensors, shared, initial):
-        """LOAD: bring the tiles of every chunk, and a unit's initial state towards L2."""
+        """LOAD: bring a unit's initial state and the tiles of every chunk."""
         batch = work.batch
         mQ, mK, mV, _ = tensors
         sQ, sK, sV = shared
-        group_heads = batch.value_heads // mQ.shape[2]
         index, _, _ = cute.arch.block_idx()
         done, step = Int32(0), Int32(0)
         while index < work.units:
-            unit = varlen.unit(index, batch, work.ranked, work.order, self.config.splits)
-            self.prefetch_state(initial, batch, unit)
-            qk_head = unit.head // group_heads
+            unit = varlen.unit(index, batch, work.order_of, work.order, self.config.splits)
+            slot = varlen.slot(batch, unit.sequence)
+            if self.starts_from(initial, slot):
+                start = self.state_address(initial, slot, unit.head, unit.rows * self.groups)
+                for _ in cutlass.range(self.groups, unroll=1):
+                    self.load_state(inputs, step, start, (sQ, sK))
+                    start += 2 * STATE_HALF
+                    step += 1
+            qk_head = unit.head // batch.by_group
             gQ = cute.domain_offset((unit.start, 0), mQ[None, None, qk_head, unit.plane])
             gK = cute.domain_offset((unit.start, 0), mK[None, None, qk_head, unit.plane])
             gV = cute.domain_offset((0, unit.start), mV[None, None, unit.head, unit.plane])
@@ -297,14 +314,23 @@ class LightningPrefillSm90:
             index = persistent.following(index, done, work)
 
     @cute.jit
-    def prefetch_state(self, initial, batch, unit):
-        """Start an initial state on its way: STATE reads it some chunks later."""
-        if initial[0] != 0:
-            slot = varlen.slot(batch, unit.sequence)
-            if slot.known:
-                start = self.state_address(initial, slot, unit.head, unit.rows * self.groups)
-                with cute.arch.elect_one():
-                    ptx.prefetch_l2(start, self.config.rows * HEAD_DIM * 4)
+    def starts_from(self, initial, slot):
+        """Whether a unit reads an initial state; every role takes its steps from this."""
+        return initial[0] != 0 and slot.known
+
+    @cute.jit
+    def load_state(self, inputs, step, start, shared):
+        """LOAD: 64 rows of a state, which lie one behind the other, in two halves."""
+        inputs.acquire(step)
+        full = inputs.announce(step, 2 * STATE_HALF).toint()
+        with cute.arch.elect_one():
+            for half in cutlass.range_constexpr(2):
+                target = self.stage_address(shared[half], inputs.stage(step))
+                ptx.bulk_load(target, start + half * STATE_HALF, STATE_HALF, full)
+
+    def stage_address(self, tiles, stage):
+        """Shared-memory address of a stage of Q or K."""
+        return tiles.iterator.toint() + stage * STATE_HALF
 
     @cute.jit
     def store(self, outputs, work, atom, mO, sO):
@@ -313,7 +339,7 @@ class LightningPrefillSm90:
         index, _, _ = cute.arch.block_idx()
         done, step = Int32(0), Int32(0)
         while index < work.units:
-            unit = varlen.unit(index, batch, work.ranked, work.order, self.config.splits)
+            unit = varlen.unit(index, batch, work.order_of, work.order, self.config.splits)
             gO = mO[None, None, unit.start + unit.length, unit.head, unit.plane]
             gO = cute.domain_offset((0, batch.tokens - unit.length), gO)
             tOs, tOg = tma.tiles(atom, sO, gO, self.v_tiler, (None, None))
@@ -332,7 +358,7 @@ class LightningPrefillSm90:
             index = persistent.following(index, done, work)
 
     @cute.jit
-    def score(self, inputs, scores, work, decay, mma, shared):
+    def score(self, inputs, scores, work, decay, mma, shared, initial):
         """SCORE: P of every chunk, up to ``config.scores`` chunks ahead of the state."""
         batch = work.batch
         sQ, sK, sP, sDecay = shared
@@ -344,25 +370,31 @@ class LightningPrefillSm90:
         store_p = self.tile_store(mma, thread, sP, False)
         factors = cute.make_rmem_tensor(cute.make_layout((2, 9)), Float32)
         index, _, _ = cute.arch.block_idx()
-        done, step = Int32(0), Int32(0)
+        done, step, read = Int32(0), Int32(0), Int32(0)  # `read` counts steps of inputs
         while index < work.units:
-            unit = varlen.unit(index, batch, work.ranked, work.order, self.config.splits)
-            slope = decay[unit.head // (batch.value_heads // decay.shape[0])]
+            unit = varlen.unit(index, batch, work.order_of, work.order, self.config.splits)
+            if self.starts_from(initial, varlen.slot(batch, unit.sequence)):
+                for group in cutlass.range_constexpr(self.groups):
+                    inputs.wait(read + group)
+                    inputs.release(read + group)
+                read += self.groups
+            slope = self.slope_of(decay, batch, unit.head)
             self.score_factors(slope, thread, sDecay, factors)
             for chunk in cutlass.range(cute.ceil_div(unit.length, CHUNK), unroll=1):
-                stage = inputs.stage(step)
-                inputs.wait(step)
+                stage = inputs.stage(read)
+                inputs.wait(read)
                 warpgroup.fence()
                 tAq_stage, tBk_stage = tAq[None, None, None, stage], tBk[None, None, None, stage]
                 wgmma.issue(mma, accP, tAq_stage, tBk_stage, False)
                 warpgroup.wait_group(0)
                 if unit.length - chunk * CHUNK < CHUNK:
                     self.clear_keys(sK, stage, unit.length - chunk * CHUNK, thread)
-                inputs.release(step)
+                inputs.release(read)
                 scores.acquire(step)
                 self.emit_score(accP, factors, thread, store_p, scores.stage(step))
                 scores.publish(step)
                 step += 1
+                read += 1
             done += 1
             index = persistent.following(index, done, work)
 
@@ -375,7 +407,7 @@ class LightningPrefillSm90:
         """
         batch = work.batch
         inputs, scores, outputs = rings
-        sQ, sKt, sV, sP, sO, sDecay, sWeight = shared
+        sQ, sK, sKt, sV, sP, sO, sDecay, sWeight = shared
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = (warp_index - Role.STATE) // WARPS
@@ -394,20 +426,28 @@ class LightningPrefillSm90:
         factors = cute.make_rmem_tensor(cute.make_layout((2, 8)), Float32)
         tables = (sDecay[None, 1 + group], sWeight[None, group])
         index, _, _ = cute.arch.block_idx()
-        done, step = Int32(0), Int32(0)
+        done, step, read = Int32(0), Int32(0), Int32(0)  # `read` counts steps of inputs
         while index < work.units:
-            unit = varlen.unit(index, batch, work.ranked, work.order, self.config.splits)
+            unit = varlen.unit(index, batch, work.order_of, work.order, self.config.splits)
             slot = varlen.slot(batch, unit.sequence)
             tile = unit.rows * self.groups + group
-            slope = decay[unit.head // (batch.value_heads // decay.shape[0])]
+            if self.starts_from(states[0], slot):
+                inputs.wait(read + group)
+                self.read_state((sQ, sK), inputs.stage(read + group), thread, accS)
+                for other in cutlass.range_constexpr(self.groups):
+                    inputs.wait(read + other)
+                    inputs.release(read + other)
+                read += self.groups
+            else:
+                accS.fill(0.0)
+            slope = self.slope_of(decay, batch, unit.head)
             self.state_factors(slope, thread, group, tables, factors)
-            self.read_state(states[0], slot, unit.head, tile, carry_thr, accS)
             for chunk in cutlass.range(cute.ceil_div(unit.length, CHUNK), unroll=1):
-                stage = inputs.stage(step)
+                stage = inputs.stage(read)
                 valid = cutlass.min(unit.length - chunk * CHUNK, CHUNK)
                 wgmma.round_to(rState, accS)
                 self.decay_state(accS, tables[0][valid])
-                inputs.wait(step)
+                inputs.wait(read)
                 warpgroup.fence()
                 wgmma.issue(out_mma, accO, rState, tBq[None, None, None, stage], False)
                 v_tile = stage * self.groups + group
@@ -425,11 +465,19 @@ class LightningPrefillSm90:
                 self.emit_output(accO, scale, slot.alive, store_o, o_tile)
                 outputs.publish(step)
                 warpgroup.wait_group(0)
-                inputs.release(step)
+                inputs.release(read)
                 step += 1
+                read += 1
             self.write_state(states[1], slot, unit.head, tile, carry_thr, accS)
             done += 1
             index = persistent.following(index, done, work)
+
+    @cute.jit
+    def slope_of(self, decay, batch, head):
+        """Slope of a value head from a vector over those or over query/key heads."""
+        if decay.shape[0] != batch.value_heads:
+            head = head // batch.by_group.divisor
+        return decay[head]
 
     def transposed_load(self, mma, thread, sV, rV):
         """ldmatrix of a V tile, stored [j, v], as the A operand V^T."""
@@ -503,12 +551,33 @@ class LightningPrefillSm90:
         return cute.make_tensor(pointer, cute.make_layout((TILE, HEAD_DIM), stride=(HEAD_DIM, 1)))
 
     @cute.jit
-    def read_state(self, initial, slot, head, tile, thr_mma, accS):
-        """Initial state into the accumulator, or zeros."""
-        if initial[0] != 0 and slot.known:
-            cute.autovec_copy(thr_mma.partition_C(self.state_tile(initial, slot, head, tile)), accS)
-        else:
-            accS.fill(0.0)
+    def read_state(self, shared, stage, thread, accS):
+        """64 rows of an initial state from a stage into the accumulator.
+
+        The rows are 512 bytes apart, so eight lanes that read the same columns of eight rows would
+        meet in one bank. Where row g of eight has its turn at columns 8 n, it reads those at
+        8 (n ^ g); the registers are put in order afterwards.
+        """
+        row, column = wgmma.thread_position(thread)
+        turn = row % 8
+        apart = self.stage_address(shared[1], 0) - self.stage_address(shared[0], 0)
+        within = (row % STATE_ROWS * HEAD_DIM + 8 * turn + column) * 4 + row // STATE_ROWS * apart
+        start = self.stage_address(shared[0], stage) + within
+        pair = cute.make_layout(2)
+        for n in cutlass.range_constexpr(HEAD_DIM // 8):
+            for h in cutlass.range_constexpr(2):
+                place = (start ^ (32 * n)) + 8 * h * (HEAD_DIM * 4)
+                source = cute.make_ptr(Float32, place, AddressSpace.smem, assumed_align=8)
+                target = cute.make_tensor(accS.iterator + (4 * n + 2 * h), pair)
+                cute.autovec_copy(cute.make_tensor(source, pair), target)
+        for distance in (1, 2, 4):
+            self.exchange_columns(accS, distance, (turn & distance) != 0)
+
+    def exchange_columns(self, accS, distance: int, wanted):
+        """Where ``wanted``: every 8 columns n of the accumulator change places with n ^ distance."""
+        before = [accS[j] for j in range(cute.size(accS))]
+        for j in range(len(before)):
+            accS[j] = cutlass.select_(wanted, before[j ^ (4 * distance)], before[j])
 
     @cute.jit
     def write_state(self, final, slot, head, tile, thr_mma, accS):
