@@ -574,7 +574,7 @@ class LightningPrefillSm90:
             self.exchange_columns(accS, distance, (turn & distance) != 0)
 
     def exchange_columns(self, accS, distance: int, wanted):
-        """Where ``wanted``: every 8 columns n of the accumulator change places with n ^ distance."""
+        """Where ``wanted``: every 8 columns n of the accumulator trade places with n ^ distance."""
         before = [accS[j] for j in range(cute.size(accS))]
         for j in range(len(before)):
             accS[j] = cutlass.select_(wanted, before[j ^ (4 * distance)], before[j])
