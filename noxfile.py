@@ -2,7 +2,7 @@
 
 nox -s verify                 what this machine can verify: cpu, then the GPU it has; claims merged
 nox -s compare -- REF [ENV]   timings of the working tree against those of a commit, on one GPU
-nox -s evidence               the README's table of claims from the runs in conformance/evidence
+nox -s evidence               the README's tables from the runs in conformance/evidence
 nox -s release                cpu, then sdist and wheel in dist/, from a clean checkout
 """
 
@@ -30,9 +30,9 @@ def tox(session: nox.Session, environment: str, *arguments: str) -> None:
     session.run(sys.executable, "-m", "tox", "run", "-e", environment, *tail, external=True)
 
 
-def merge(session: nox.Session, *arguments: str) -> None:
-    """Runs the claims merge of the checkout's own plugin."""
-    command = [sys.executable, "-m", "pytest_kernel_claims.claims", "merge", *arguments]
+def claims(session: nox.Session, *arguments: str) -> None:
+    """Runs the command line of the checkout's own plugin."""
+    command = [sys.executable, "-m", "pytest_kernel_claims.claims", *arguments]
     session.run(*command, external=True, env={"PYTHONPATH": str(ROOT / "plugins")})
 
 
@@ -52,7 +52,7 @@ def verify(session: nox.Session) -> None:
     environments = ["cpu", *filter(None, [gpu_environment()])]
     for environment in environments:
         tox(session, environment)
-    merge(session, *(f".tox/{environment}/claims.json" for environment in environments))
+    claims(session, "merge", *(f".tox/{environment}/claims.json" for environment in environments))
     if len(environments) == 1:
         session.warn("no supported GPU here: nothing that needs one was verified")
 
@@ -80,12 +80,14 @@ def compare(session: nox.Session) -> None:
 
 @nox.session
 def evidence(session: nox.Session) -> None:
-    """Writes the merged claims of all recorded runs between the markers of the README."""
+    """Writes claims and timings of all recorded runs between the markers of the README."""
     runs = sorted(map(str, EVIDENCE.glob("*/*.json")))
     if not runs:
         session.error(f"evidence: no run in {EVIDENCE.relative_to(ROOT)}")
     unproven = [f"--leave-out={claim}" for claim in UNPROVEN]
-    merge(session, "--into", "README.md", *unproven, *session.posargs, *runs)
+    into = ("--into", "README.md", *session.posargs)
+    claims(session, "merge", *into, *unproven, *runs)
+    claims(session, "timings", *into, *runs)
 
 
 @nox.session

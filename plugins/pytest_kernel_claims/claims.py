@@ -12,8 +12,8 @@ xdist and appear in JUnit files. ``Collector`` turns reports into verdicts:
 * ``not run``: no test of the claim ran.
 
 ``python -m pytest_kernel_claims.claims`` works on the files that ``--claims-json`` writes:
-``merge A.json B.json`` sets them side by side, a column for each GPU; ``audit A.json`` computes
-every figure and verdict again.
+``merge A.json B.json`` sets them side by side, a column for each GPU; ``timings A.json`` shows what
+was timed; ``audit A.json`` computes every figure and verdict again.
 """
 
 from __future__ import annotations
@@ -558,12 +558,13 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """``merge`` or ``audit``; returns the exit code of the command."""
-    from pytest_kernel_claims import audit, merge
+    """``merge``, ``timings`` or ``audit``; returns the exit code of the command."""
+    from pytest_kernel_claims import audit, merge, timetable
 
     parser = argparse.ArgumentParser(prog="python -m pytest_kernel_claims.claims")
     commands = parser.add_subparsers(required=True)
     merge.add_command(commands)
+    timetable.add_command(commands)
     audit.add_command(commands)
     options = parser.parse_args(argv)
     try:

@@ -59,11 +59,11 @@ def matrix(runs: list[dict[str, Any]]) -> str:
             texts.setdefault(key, entry["text"])
             needing.update([key] if entry["arches"] else [])
     lines = [
-        _row("claim", "statement", *(column.label for column in across)),
-        _row(*["---"] * (2 + len(across))),
+        row("claim", "statement", *(column.label for column in across)),
+        row(*["---"] * (2 + len(across))),
     ]
     for key in sorted(texts):
-        lines.append(_row(key, texts[key], *(column.cell(key)[1] for column in across)))
+        lines.append(row(key, texts[key], *(column.cell(key)[1] for column in across)))
     lines.append("")
     lines += [f"- {column.label}: {_origin(run)}" for column in across for run in column.runs]
     return "\n".join(lines + list(_unproven(across, texts, needing))) + "\n"
@@ -93,7 +93,7 @@ def leave_out(runs: list[dict[str, Any]], keys: Iterable[str]) -> None:
             del run["claims"][key]
 
 
-def _row(*cells: str) -> str:
+def row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -116,15 +116,16 @@ def load(path: str) -> dict[str, Any]:
     return value
 
 
-def splice(document: str, text: str) -> str:
+def splice(document: str, text: str, markers: tuple[str, str]) -> str:
     """Replace what stands between the two markers. Raises ValueError without exactly one pair."""
-    if document.count(BEGIN) != 1 or document.count(END) != 1:
-        raise ValueError(f"expected one {BEGIN} and one {END}")
-    head, _, rest = document.partition(BEGIN)
-    _, found, tail = rest.partition(END)
+    begin, end = markers
+    if document.count(begin) != 1 or document.count(end) != 1:
+        raise ValueError(f"expected one {begin} and one {end}")
+    head, _, rest = document.partition(begin)
+    _, found, tail = rest.partition(end)
     if not found:
-        raise ValueError(f"expected {BEGIN} before {END}")
-    return f"{head}{BEGIN}\n{text}{END}{tail}"
+        raise ValueError(f"expected {begin} before {end}")
+    return f"{head}{begin}\n{text}{end}{tail}"
 
 
 def add_command(commands: Any) -> None:
@@ -145,25 +146,30 @@ def add_command(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Returns 0, or 1 when ``--check`` finds the document out of date. Raises ValueError."""
-    if options.check and not options.into:
-        raise ValueError("--check needs --into")
     runs = [load(path) for path in options.files]
     leave_out(runs, options.leave_out)
     text = matrix(runs)
     if options.leave_out:
         left_out = ", ".join(sorted(options.leave_out))
         text += f"\nLeft out, proven by none of these runs: {left_out}.\n"
-    if options.into:
-        return _update(Path(options.into), text, options.check)
-    print(text, end="")
-    return 0
+    return deliver(text, options, (BEGIN, END))
 
 
-def _update(target: Path, text: str, check: bool) -> int:
+def deliver(text: str, options: argparse.Namespace, markers: tuple[str, str]) -> int:
+    """Print ``text``, or write it (with ``--check`` compare it) between the markers of ``--into``.
+
+    Returns 0, or 1 when ``--check`` finds the document out of date. Raises ValueError.
+    """
+    if not options.into:
+        if options.check:
+            raise ValueError("--check needs --into")
+        print(text, end="")
+        return 0
+    target = Path(options.into)
     before = target.read_text(encoding="utf-8")
-    after = splice(before, text)
-    if before != after and check:
-        print(f"{target}: the claims table is out of date", file=sys.stderr)
+    after = splice(before, text, markers)
+    if before != after and options.check:
+        print(f"{target}: what stands behind {markers[0]} is out of date", file=sys.stderr)
         return 1
     if before != after:
         target.write_text(after, encoding="utf-8")

@@ -1,0 +1,145 @@
+"""``claims timings``: tables of what runs have timed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_kernel_claims import claims, figures, timetable
+
+pytestmark = pytest.mark.claim(
+    "PLUGIN-TIMINGS", "recorded timings become tables, from their readings"
+)
+
+TEST = "suite/test_speed.py::test_row"
+QUIET = {"utilisation_percent": 0, "reasons": []}
+
+
+def process(us: float, **states: Any) -> dict[str, Any]:
+    """Two readings of four calls each, around ``us``."""
+    readings = [4e-3 * (us - 1), 4e-3 * (us + 1)]
+    return {
+        "readings_ms": readings,
+        "calls": 4,
+        "before": QUIET,
+        "loaded": None,
+        "after": QUIET,
+        **states,
+    }
+
+
+def record(ours: float, peer: float, limit: float | None = 50.0) -> dict[str, Any]:
+    """``value`` is wrong on purpose: a table is made from readings."""
+    ratio = {"kind": "ratio", "of": "ours", "to": ["peer"], "limit": 0.5, "unit": None}
+    time = {"kind": "time", "of": "ours", "to": None, "limit": limit, "unit": "us"}
+    shared = {"better": "lower", "value": -1.0}
+    return {
+        "protocol": figures.PROTOCOL,
+        "subject": "ours",
+        "mode": "graph",
+        "l2": "warm",
+        "fresh": True,
+        "required": 2,
+        "implementations": {"peer": [process(peer)] * 2, "ours": [process(ours)] * 2},
+        "figures": [{"name": "of peer", **ratio, **shared}, {"name": "us", **time, **shared}],
+    }
+
+
+def run_file(path: Path, timings: dict[str, Any], **more: Any) -> str:
+    run = {
+        "schema": claims.SCHEMA,
+        "gpu": {"name": "NVIDIA H200"},
+        "commit": "0123456789abcdef",
+        "claims": {},
+        "timings": timings,
+        **more,
+    }
+    file = path / f"{len(list(path.iterdir()))}.json"
+    file.write_text(json.dumps(run))
+    return str(file)
+
+
+def test_a_table_for_each_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = {f"{TEST}[short]": record(10, 40), f"{TEST}[long]": record(100.04, 200, 150)}
+    file = run_file(tmp_path, {**rows, "suite/test_speed.py::test_other": record(3, 4, None)})
+    assert claims.main(["timings", file]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        (
+            f"`{TEST}` on NVIDIA H200, commit 0123456789ab, CUDA-graph replay, the same inputs, "
+            "median of 2 fresh processes, microseconds:"
+        ),
+        "",
+        "| row | ours | peer | limit | of peer |",
+        "| --- | --- | --- | --- | --- |",
+        "| short | 10.0 | 40.0 | 50 | 0.25 (<= 0.5) |",
+        "| long | 100.0 | 200.0 | 150 | 0.50 (<= 0.5) |",
+        "",
+        (
+            "`suite/test_speed.py::test_other` on NVIDIA H200, commit 0123456789ab, CUDA-graph replay, "
+            "the same inputs, median of 2 fresh processes, microseconds:"
+        ),
+        "",
+        "| row | ours | peer | of peer |",
+        "| --- | --- | --- | --- |",
+        "| - | 3.0 | 4.0 | 0.75 (<= 0.5) |",
+    ]
+
+
+def test_readings_that_do_not_count_are_not_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    busy = record(10, 40)
+    busy["implementations"]["ours"] = [
+        process(10, before={"utilisation_percent": 90, "reasons": []}),
+        process(10),
+    ]
+    assert claims.main(["timings", run_file(tmp_path, {f"{TEST}[busy]": busy})]) == 0
+    assert "| busy | invalid | invalid | 50 | nan (<= 0.5) |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rows", [timetable.LONGEST, timetable.LONGEST + 1])
+def test_many_rows_are_told_by_their_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: int
+) -> None:
+    timings = {f"{TEST}[{n}]": record(10, 40) for n in range(rows)}
+    one = {
+        "limits": {"rows": rows, "worst": 0.5, "geomean": 0.4},
+        "ratios": dict.fromkeys(timings, 0.25),
+    }
+    other = {"limits": {"rows": 1, "worst": 1.0, "geomean": None}, "ratios": {"elsewhere": 1.0}}
+    file = run_file(tmp_path, timings, ratio_sets={"pairs": one, "others": other})
+    assert claims.main(["timings", file]) == 0
+    text = capsys.readouterr().out
+    assert text.count("| 10.0 | 40.0 |") == (rows if rows <= timetable.LONGEST else 0)
+    assert (f"{rows} rows, each with its readings" in text) == (rows > timetable.LONGEST)
+    assert f"Set of ratios: pairs  verified  {rows}/{rows} rows  worst 0.2500 (limit 0.5)" in text
+    assert "others" not in text
+
+
+def test_into_a_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    file = run_file(data, {TEST: record(10, 40)})
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{timetable.BEGIN}\nold\n{timetable.END}\nafter\n")
+    arguments = ["timings", "--into", str(readme), file]
+    assert claims.main([*arguments, "--check"]) == 1
+    assert "out of date" in capsys.readouterr().err
+    assert claims.main(arguments) == 0
+    assert claims.main([*arguments, "--check"]) == 0
+    text = readme.read_text()
+    assert "| - | 10.0 | 40.0 |" in text
+    assert "old" not in text
+    assert text.endswith(f"{timetable.END}\nafter\n")
+
+
+def test_runs_without_timings_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        claims.main(["timings", run_file(tmp_path, {})])
+    assert stop.value.code == 2
+    assert "none of the runs timed anything" in capsys.readouterr().err

@@ -1,0 +1,111 @@
+"""``python -m pytest_kernel_claims.claims timings``: recorded timings as Markdown tables."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pytest_kernel_claims import figures, merge
+
+BEGIN, END = "<!-- timings:begin -->", "<!-- timings:end -->"
+LONGEST = 24
+"""Rows of a test up to which each is shown; of more, their set of ratios says enough."""
+
+Record = Mapping[str, Any]
+
+
+def tables(runs: list[dict[str, Any]]) -> str:
+    """Markdown: a table for each timed test of each run, and a line for each set of ratios."""
+    lines: list[str] = []
+    for run in runs:
+        tests: dict[str, dict[str, Record]] = {}
+        for node, record in run.get("timings", {}).items():
+            function, _, row = node.partition("[")
+            tests.setdefault(function, {})[row.removesuffix("]")] = record
+        for function, rows in tests.items():
+            lines += [f"`{function}` on {_machine(run)}, {_method(rows)}:", ""]
+            lines += _table(rows) if len(rows) <= LONGEST else _fold(rows)
+            lines += [*_sets(run, function), ""]
+    return "\n".join(lines[:-1]) + "\n"
+
+
+def _machine(run: Mapping[str, Any]) -> str:
+    name = run["gpu"]["name"] if run["gpu"] else "no GPU"
+    return f"{name}, commit {run['commit'][:12]}" if run["commit"] else name
+
+
+def _method(rows: Mapping[str, Record]) -> str:
+    """How the rows were timed; a number of processes is that of the least measured row."""
+    first = next(iter(rows.values()))
+    mode = "CUDA-graph replay" if first["mode"] == "graph" else "eager calls"
+    caches = "inputs rotate beyond the L2" if first["l2"] == "rotate" else "the same inputs"
+    count = min(record["required"] for record in rows.values())
+    of = f"median of {count} fresh processes" if first["fresh"] else "median of one process"
+    return f"{mode}, {caches}, {of}, microseconds"
+
+
+def _table(rows: Mapping[str, Record]) -> Iterator[str]:
+    """Medians of every implementation, the subject first, then the figures that are ratios."""
+    first = next(iter(rows.values()))
+    names = sorted(first["implementations"], key=lambda name: name != first["subject"])
+    ratios = [one["name"] for one in first["figures"] if one["kind"] == "ratio"]
+    limited = any(_limit(record) for record in rows.values())
+    yield merge.row("row", *names, *["limit"] * limited, *ratios)
+    yield merge.row(*["---"] * (1 + len(names) + limited + len(ratios)))
+    for row, record in rows.items():
+        medians = [_median(record, name) for name in names]
+        shown = {one["name"]: one for one in record["figures"]}
+        cells = [_ratio(record, shown[name]) if name in shown else "" for name in ratios]
+        yield merge.row(row or "-", *medians, *[_limit(record)] * limited, *cells)
+
+
+def _median(record: Record, name: str) -> str:
+    if figures.shortfall(record):
+        return "invalid"
+    value = figures.median_us(record, name)
+    return f"{value:.1f}"
+
+
+def _limit(record: Record) -> str:
+    found = [one["limit"] for one in record["figures"] if one["kind"] == "time"]
+    return "" if not found or found[0] is None else f"{found[0]:g}"
+
+
+def _ratio(record: Record, figure: Mapping[str, Any]) -> str:
+    sign = ">=" if figure["better"] == "higher" else "<="
+    limit = "" if figure["limit"] is None else f" ({sign} {figure['limit']:g})"
+    value = math.nan if figures.shortfall(record) else figures.evaluate(record, figure)
+    return f"{value:.2f}{limit}"
+
+
+def _fold(rows: Mapping[str, Record]) -> Iterator[str]:
+    yield f"{len(rows)} rows, each with its readings in the file."
+
+
+def _sets(run: Mapping[str, Any], function: str) -> Iterator[str]:
+    """The sets of ratios that the rows of a test belong to."""
+    for name, one in run.get("ratio_sets", {}).items():
+        if not any(test.partition("[")[0] == function for test in one["ratios"]):
+            continue
+        judged = figures.RatioSet(name, **one["limits"], ratios=one["ratios"])
+        yield ""
+        yield f"Set of ratios: {judged.describe()}."
+
+
+def add_command(commands: Any) -> None:
+    """Add ``timings`` to the command line of ``claims``."""
+    command = commands.add_parser("timings", help="recorded timings as Markdown tables")
+    command.add_argument("files", nargs="+", metavar="CLAIMS.json")
+    command.add_argument("--into", metavar="FILE", help=f"replace the text after {BEGIN}")
+    command.add_argument("--check", action="store_true", help="with --into: only compare")
+    command.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Returns 0, or 1 when ``--check`` finds the document out of date. Raises ValueError."""
+    runs = [found for path in options.files if (found := merge.load(path)).get("timings")]
+    if not runs:
+        raise ValueError("timings: none of the runs timed anything")
+    return merge.deliver(tables(runs), options, (BEGIN, END))
