@@ -66,21 +66,17 @@ def test_a_table_for_each_test(tmp_path: Path, capsys: pytest.CaptureFixture[str
     rows = {f"{TEST}[short]": record(10, 40), f"{TEST}[long]": record(100.04, 200, 150)}
     file = run_file(tmp_path, {**rows, "suite/test_speed.py::test_other": record(3, 4, None)})
     assert claims.main(["timings", file]) == 0
+    where = "on NVIDIA H200, commit 0123456789ab, CUDA-graph replay, the same inputs"
+    how = f"{where}, median of 2 fresh processes, microseconds:"
     assert capsys.readouterr().out.splitlines() == [
-        (
-            f"`{TEST}` on NVIDIA H200, commit 0123456789ab, CUDA-graph replay, the same inputs, "
-            "median of 2 fresh processes, microseconds:"
-        ),
+        f"`{TEST}` {how}",
         "",
         "| row | ours | peer | limit | of peer |",
         "| --- | --- | --- | --- | --- |",
         "| short | 10.0 | 40.0 | 50 | 0.25 (<= 0.5) |",
         "| long | 100.0 | 200.0 | 150 | 0.50 (<= 0.5) |",
         "",
-        (
-            "`suite/test_speed.py::test_other` on NVIDIA H200, commit 0123456789ab, CUDA-graph replay, "
-            "the same inputs, median of 2 fresh processes, microseconds:"
-        ),
+        f"`suite/test_speed.py::test_other` {how}",
         "",
         "| row | ours | peer | of peer |",
         "| --- | --- | --- | --- |",
