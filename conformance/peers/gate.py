@@ -41,12 +41,16 @@ class Oracle:
 
         ``defined [sequences, HV]``: which states the peer defines; all of them without it.
 
-        Raises AssertionError: an element of any head that is not finite, or a head of the oracle
-        that is further from it than ``LIMIT`` in any sequence. Each is judged by itself: outputs
-        of a head that hardly decays are a hundred times those of one that forgets at once, and a
-        sequence of few tokens weighs nothing beside a long one.
+        Raises AssertionError: another shape, an element of any head that is not finite, or a head
+        of the oracle that is further from it than ``LIMIT`` in any sequence. Each is judged by
+        itself: outputs of a head that hardly decays are a hundred times those of one that forgets
+        at once, and a sequence of few tokens weighs nothing beside a long one.
         """
         __tracebackhide__ = True
+        heads = list(self.heads)
+        shapes = (("o", o[:, :, heads], self.o), ("state", state[:, heads], self.state))
+        for name, got, want in shapes:
+            assert got.shape == want.shape, f"{name}: got {got.shape}, expected {want.shape}"
         if defined is None:
             defined = torch.ones(state.shape[:2], dtype=torch.bool, device=state.device)
         for name, tensor in (("o", o), ("state", state[defined])):

@@ -138,6 +138,10 @@ def test_each_packed_sequence_is_judged_by_itself(initial: bool) -> None:
     swapped = states[[0, 2, 1, 3]]
     with pytest.raises(AssertionError, match=r"state of sequence [12], head"):
         check((o, swapped))
+    with pytest.raises(AssertionError, match="state: got"):
+        check((o, states[:3]))
+    with pytest.raises(AssertionError, match="o: got"):
+        check((o[:, :-1], states))
 
 
 @GATED
