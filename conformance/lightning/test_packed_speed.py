@@ -8,15 +8,11 @@ from typing import Any
 import pytest
 import torch
 from packed_cases import LENGTHS, alone, packed
+from packed_speed import HEADS, operator, settling, written
 
-import linattn
 from pytest_kernel_claims.events import Workload
 
 pytestmark = [pytest.mark.sm90, pytest.mark.perf]
-
-HEADS = 64
-SETTLED = 8
-"""Calls after which a pool that is updated in place no longer changes a bit."""
 
 ROWS = [
     pytest.param("uniform-n10-t4096", False, 92.0, id="p_uniform_n10_t4096"),
@@ -28,33 +24,18 @@ ROWS = [
 
 
 def ours(lengths: Sequence[int], initial: bool, device: torch.device) -> Workload:
-    """The packed operator into a given ``out``, with a fresh pool or from and to the states of one.
-
-    Every head decays, so that in-place updates by equal calls soon reach states that the next call
-    reproduces; timed results are compared with those of each sequence alone, bit for bit.
-    """
-    inputs = packed(device, lengths, HEADS, states=initial)
-    inputs.decay[0] = inputs.decay[1]
-    cu_seqlens, _, _ = inputs.vectors()
-    pool, out = inputs.pool, torch.empty_like(inputs.v)
-
-    def launch() -> Any:
-        return linattn.lightning_attn_fwd_varlen(
-            *(inputs.q, inputs.k, inputs.v, inputs.decay, cu_seqlens, 1.0, pool), out=out
-        )
-
-    if pool is not None:
-        for _ in range(SETTLED):
-            launch()
-        inputs.pool = pool.clone()
-    want = inputs.want(alone)
+    """The packed operator, whose results are compared with those of each sequence alone, bit for
+    bit."""
+    inputs = settling(packed(device, lengths, HEADS, states=initial))
+    launch, prepare = operator(inputs)
+    known: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def judge(result: tuple[torch.Tensor, torch.Tensor]) -> None:
-        assert all(map(torch.equal, result, want)), "timed calls gave other bits"
+        if not known:
+            known.append(inputs.want(alone))
+        assert all(map(torch.equal, result, known[0])), "timed calls gave other bits"
 
-    return Workload(
-        launch, judge, outputs=lambda result: result[:1] if pool is not None else result
-    )
+    return Workload(launch, judge, outputs=written(inputs), prepare=prepare)
 
 
 @pytest.mark.claim("LA-80", "packed prefill of 64 heads with final states keeps its times")

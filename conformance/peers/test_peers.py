@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import importlib.metadata
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from linattn.reference import lightning_chunked, lightning_recurrent, lightning_slopes
-from peers import fla, gate, sglang
+from linattn.reference import (
+    lightning_chunked,
+    lightning_packed,
+    lightning_recurrent,
+    lightning_slopes,
+    packed_offsets,
+)
+from peers import fla, gate, sglang, stand_in_fla
 
 GATED = pytest.mark.claim("PEERS-01", "a baseline that is wrong is not timed")
 RIGHT = pytest.mark.claim("PEERS-02", "SGLang's kernels, as they are called here, are right")
@@ -81,6 +88,170 @@ def test_the_gate_stops_a_wrong_result(right: Any, fault: str) -> None:
         gate.checked(inputs)((o, state))
 
 
+LENGTHS = (70, 5, 64, 130)
+OFFSETS = packed_offsets(LENGTHS)
+
+
+def packed_problem(slopes: torch.Tensor | None = None, initial: bool = False) -> Problem:
+    inputs = problem(tokens=OFFSETS[-1])
+    states = None
+    if initial:
+        generator = torch.Generator().manual_seed(4)
+        states = torch.randn(len(LENGTHS), 3, 128, 128, generator=generator)
+    return replace(inputs, decay=inputs.decay if slopes is None else slopes, initial_state=states)
+
+
+def packed_result(inputs: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    o, states = lightning_packed(
+        partial(lightning_chunked, arithmetic="nearest"),
+        *(inputs.q, inputs.k, inputs.v, inputs.decay, OFFSETS, inputs.scale, inputs.initial_state),
+    )
+    return o, states
+
+
+@GATED
+def test_each_head_is_judged_by_itself() -> None:
+    """The last head forgets at once; zeros in its place are 1 % of the others' outputs."""
+    inputs = problem(tokens=1024)
+    inputs.decay = torch.tensor([0.0, 1.0, 8.0])
+    o, state = lightning_chunked(inputs.q, inputs.k, inputs.v, inputs.decay, arithmetic="nearest")
+    gate.checked(inputs)((o, state))
+    wrong = o.clone()
+    wrong[:, :, 2] = 0
+    whole = (wrong.double() - o.double()).norm() / o.double().norm()
+    assert whole < 4 * gate.LIMIT
+    with pytest.raises(AssertionError, match="o of sequence 0, head 2"):
+        gate.checked(inputs)((wrong, state))
+
+
+@GATED
+@pytest.mark.parametrize("initial", [False, True])
+def test_each_packed_sequence_is_judged_by_itself(initial: bool) -> None:
+    inputs = packed_problem(initial=initial)
+    o, states = packed_result(inputs)
+    check = gate.checked(inputs, OFFSETS)
+    check((o, states))
+    short = o.clone()
+    short[:, 70:75] *= 1.05
+    with pytest.raises(AssertionError, match="o of sequence 1, head"):
+        check((short, states))
+    swapped = states[[0, 2, 1, 3]]
+    with pytest.raises(AssertionError, match=r"state of sequence [12], head"):
+        check((o, swapped))
+    with pytest.raises(AssertionError, match="state: got"):
+        check((o, states[:3]))
+    with pytest.raises(AssertionError, match="o: got"):
+        check((o[:, :-1], states))
+
+
+@GATED
+def test_only_undefined_states_go_unjudged() -> None:
+    inputs = packed_problem(lightning_slopes(3, layer=0))
+    o, states = packed_result(inputs)
+    defined = fla.defined_states(inputs.decay, LENGTHS)
+    # Slopes 0, 2.67 and 5.33; rows missing from the last chunk: 58, 59, 0 and 62.
+    assert defined.tolist() == [[True, False, False]] * 2 + [[True] * 3] + [[True, False, False]]
+    states[~defined] = torch.nan
+    check = gate.checked(inputs, OFFSETS, defined)
+    check((o, states))
+    with pytest.raises(AssertionError, match="not finite"):
+        gate.checked(inputs, OFFSETS)((o, states))
+    for place in ((0, 0), (2, 2)):
+        for wrong in (torch.nan, 0.0):
+            faulty = states.clone()
+            faulty[place] = wrong
+            with pytest.raises(AssertionError, match="state"):
+                check((o, faulty))
+    unwritten = o.clone()
+    unwritten[0, 71, 1, 3] = torch.nan
+    with pytest.raises(AssertionError, match="o: 1 of"):
+        check((unwritten, states))
+
+
+# --- FLA's conventions, on a stand-in -------------------------------------------------------
+
+OPERATORS = pytest.mark.parametrize("operator", [fla.chunk, fla.fused_chunk])
+
+
+def called(operator: Any, packed: bool) -> None:
+    """An adapter's call with initial states, gated."""
+    if packed:
+        inputs = packed_problem(initial=True)
+        gate.checked(inputs, OFFSETS)(operator(inputs, OFFSETS)())
+    else:
+        inputs = problem(batch=2)
+        states = torch.randn(2, 3, 128, 128, generator=torch.Generator().manual_seed(4))
+        inputs = replace(inputs, initial_state=states)
+        gate.checked(inputs)(operator(inputs)())
+
+
+@GATED
+@OPERATORS
+@pytest.mark.parametrize("packed", [False, True])
+def test_fla_is_called_by_its_conventions(
+    operator: Any, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in = stand_in_fla.install(monkeypatch)
+    called(operator, packed)
+    (seen,) = stand_in.seen
+    assert seen["initial_state"].is_contiguous()
+    if packed:
+        assert seen["cu_seqlens"].dtype == torch.int64
+        assert seen["cu_seqlens"].tolist() == OFFSETS
+    else:
+        assert seen["cu_seqlens"] is None
+
+
+@GATED
+@OPERATORS
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("fault", stand_in_fla.FAULTS)
+def test_another_convention_of_fla_is_not_timed(
+    operator: Any, packed: bool, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in_fla.install(monkeypatch, fault)
+    with pytest.raises(AssertionError):
+        called(operator, packed)
+
+
+@GATED
+@OPERATORS
+def test_packed_launches_share_their_offsets(
+    operator: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLA keeps its table of chunks by the identity of ``cu_seqlens``."""
+    stand_in = stand_in_fla.install(monkeypatch)
+    launch = operator(packed_problem(), OFFSETS)
+    launch()
+    launch()
+    first, second = stand_in.seen
+    assert first["cu_seqlens"] is second["cu_seqlens"]
+
+
+@GATED
+@OPERATORS
+@pytest.mark.parametrize("packed", [False, True])
+def test_fla_is_tuned_as_it_is_called(
+    operator: Any, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With and without states, packed or not, on as many tokens; once a process."""
+    stand_in = stand_in_fla.install(monkeypatch)
+    monkeypatch.setattr(fla, "TUNED_ON", (1, 128, 2))
+    monkeypatch.setattr(fla, "TUNED_SEQUENCES", 2)
+
+    def build(device: Any, tokens: int, batch: int, heads: int, *, initial: bool) -> Problem:
+        inputs = problem(device, tokens, batch, heads)
+        states = torch.zeros(batch, heads, 128, 128)
+        return replace(inputs, initial_state=states if initial else None)
+
+    for _ in range(2):
+        fla.tune(operator, build, torch.device("cpu"), packed)
+    assert [seen["initial_state"] is None for seen in stand_in.seen] == [True, False]
+    assert {tuple(seen["q"].shape) for seen in stand_in.seen} == {(1, 128, 2, 128)}
+    offsets = [seen["cu_seqlens"] for seen in stand_in.seen]
+    assert all(x.tolist() == [0, 64, 128] if packed else x is None for x in offsets)
+
+
 # --- what the adapters refuse ---------------------------------------------------------------
 
 
@@ -106,6 +277,19 @@ def test_fla_traps_are_refused() -> None:
         fla.refuse_traps(steep)
     whole = problem(tokens=128)
     fla.refuse_traps(replace(whole, decay=steep.decay))
+
+
+@GATED
+def test_packed_fla_traps_are_refused() -> None:
+    inputs = packed_problem(lightning_slopes(3, layer=0), initial=True)
+    fla.refuse_traps(inputs, OFFSETS)
+    with pytest.raises(ValueError, match="batch of 2, expected a batch of 1"):
+        fla.refuse_traps(problem(batch=2), [0, 64, 128])
+    with pytest.raises(ValueError, match="4 initial states for 2 sequences"):
+        fla.refuse_traps(inputs, [0, 100, OFFSETS[-1]])
+    for offsets in ([1, *OFFSETS[1:]], [*OFFSETS[:-1], 200], [0, 90, 80, 100, OFFSETS[-1]]):
+        with pytest.raises(ValueError, match="expected sequences that cover all"):
+            fla.refuse_traps(inputs, offsets)
 
 
 @GATED

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch  # noqa: F401  Inner runs forget what they imported, and torch loads only once a process.
 
-from pytest_kernel_claims import arch
+from pytest_kernel_claims import arch, child
 
 INSTALLED = any(
     entry.value == "pytest_kernel_claims.plugin"
@@ -71,6 +71,17 @@ class Suite:
 @pytest.fixture
 def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Suite:
     return Suite(pytester, monkeypatch)
+
+
+def elsewhere() -> dict[str, str]:
+    """This process's environment for a run in another folder, where the plugin, and whatever a
+    relative PYTHONPATH leads to here, is found as well."""
+    folder = str(Path(arch.__file__).resolve().parents[1])
+    paths = [folder, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {
+        **child.inherited_environment(),
+        "PYTHONPATH": os.pathsep.join(str(Path(path).resolve()) for path in paths),
+    }
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,8 @@ import pytest
 import torch
 
 from pytest_kernel_claims import child, hostsync, planted, sanitizer
+
+from .conftest import elsewhere
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,8 +38,12 @@ MATRIX: dict[str, set[str]] = {
     "nonzero": {"dispatch", "debug mode", "deep", "graph"},
     "x[mask]": {"dispatch", "debug mode", "deep", "graph"},
     "x[mask] = 1.0": set(),
+    "x[mask] = values": {"dispatch", "debug mode", "deep", "graph"},
+    "masked_select": {"dispatch", "debug mode", "deep", "graph"},
+    "equal": {"dispatch", "debug mode", "deep", "graph"},
     "repeat_interleave": {"dispatch", "debug mode", "deep", "graph"},
     "tensor of values": {"debug mode", "deep", "graph"},
+    "pageable copy to the device": {"dispatch", "debug mode", "deep", "graph"},
     "torch.cuda.synchronize": {"dispatch", "deep", "graph"},
     "stream.synchronize": {"dispatch", "debug mode", "deep", "graph"},
     "event.synchronize": {"dispatch", "deep", "graph"},
@@ -55,8 +60,10 @@ class Bench:
         # No random numbers: a capture that a wait broke leaves torch's generator unusable.
         self.x = torch.arange(4096, device=device) / 4096
         self.mask = self.x > 0.5
+        self.values = self.x[self.mask]
         self.counts = torch.ones(8, dtype=torch.int64, device=device)
         self.pinned = torch.empty(8).pin_memory()
+        self.pageable = torch.empty(8)
         self.host = (ctypes.c_char * 32)()
         self.event = torch.cuda.Event()
         self.event.record()
@@ -81,8 +88,12 @@ class Bench:
             "nonzero": lambda: mask.nonzero(),
             "x[mask]": lambda: x[mask],
             "x[mask] = 1.0": lambda: x.__setitem__(mask, 1.0),
+            "x[mask] = values": lambda: x.__setitem__(mask, self.values),
+            "masked_select": lambda: x.masked_select(mask),
+            "equal": lambda: x.equal(x + 1),
             "repeat_interleave": lambda: torch.repeat_interleave(x[:8], self.counts),
             "tensor of values": lambda: torch.tensor([1.0, 2.0], device=x.device),
+            "pageable copy to the device": lambda: self.pageable.to(x.device),
             "torch.cuda.synchronize": lambda: torch.cuda.synchronize(),
             "stream.synchronize": lambda: torch.cuda.current_stream().synchronize(),
             "event.synchronize": lambda: self.event.synchronize(),
@@ -254,18 +265,8 @@ def test_a_suite_under_the_tool(
 ) -> None:
     pytester.makepyfile(test_it=TESTS)
     command = [sys.executable, "-m", "pytest", *load_plugin, f"--sanitizer={tool}", "-rf"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=_environment())
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=elsewhere())
     assert "1 passed" in done.stdout, done.stdout + done.stderr
     assert "2 failed" in done.stdout, done.stdout + done.stderr
     assert f"at {planted.entry(tool)}" in done.stdout
     assert "assert 4.0 == 5" in done.stdout
-
-
-def _environment() -> dict[str, str]:
-    """This process's, with the plugin's own folder on the path for a run elsewhere."""
-    folder = str(Path(sanitizer.__file__).resolve().parents[1])
-    paths = [folder, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {
-        **child.inherited_environment(),
-        "PYTHONPATH": os.pathsep.join(str(Path(path).resolve()) for path in paths),
-    }
