@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from stand_ins import HostLauncher, ReferenceLauncher, StubBuilder
 import linattn
 from linattn.host import cache, compile, dispatch, launch
 from linattn.host.arch import Arch
-from linattn.kernels.lightning_prefill.config import CONFIGS
+from linattn.kernels.lightning_prefill.config import CONFIGS, ONE_CTA_A_HEAD
 from linattn.ops import lightning
 
 pytestmark = pytest.mark.dispatch
@@ -414,3 +415,26 @@ def test_the_operator_and_the_configuration_agree_on_sizes() -> None:
     from linattn.kernels.lightning_prefill import config
 
     assert (lightning.CHUNK, lightning.HEAD_DIM) == (config.CHUNK, config.HEAD_DIM)
+
+
+@pytest.mark.claim("LA-D10", "a configuration that no kernel implements cannot be compiled")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows": 96}, "rows: got 96, expected 64 or 128"),
+        ({"stages": 0}, "stages: got 0, expected at least 1"),
+        ({"scores": 0}, "scores: got 0, expected at least 1"),
+        ({"outputs": 0}, "outputs: got 0, expected at least 1"),
+        ({"stages": 1}, "stages: got 1, expected at least 2: an initial state"),
+        ({"stages": 4}, "shared memory: got .* bytes, expected at most 232448"),
+        ({"registers": (24, 88, 204)}, "registers: got .*, expected multiples of 8"),
+        ({"registers": (24, 88, 208)}, "registers: got 67584 a CTA, expected at most 65536"),
+    ],
+    ids=str,
+)
+def test_impossible_configurations(change: dict[str, Any], message: str) -> None:
+    config = replace(ONE_CTA_A_HEAD, **change)
+    with pytest.raises(ValueError, match=message):
+        config.validate()
+    with pytest.raises(ValueError, match=message):
+        compile.build("lightning_prefill", "sm_90a", config)

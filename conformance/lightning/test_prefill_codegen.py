@@ -58,6 +58,14 @@ def test_no_approximations(entry: cache.Loaded, codegen: Any) -> None:
     assert not [name for name in opcodes if ".approx" in name or ".ftz" in name]
 
 
+@pytest.mark.claim("LA-25", "a launch waits for the one before, and starts no other early")
+@pytest.mark.parametrize(("operator", "family", "config"), SHIPPED)
+def test_order_of_launches(entry: cache.Loaded, codegen: Any) -> None:
+    opcodes = codegen.ptx_opcodes(entry.ptx())
+    assert codegen.count_opcodes(opcodes, "griddepcontrol.wait") == 1
+    assert codegen.count_opcodes(opcodes, "griddepcontrol.launch_dependents") == 0
+
+
 @pytest.mark.claim("LA-24", "a build is a function of the sources: two builds give one cubin")
 @pytest.mark.parametrize(("operator", "family", "config"), SHIPPED)
 def test_reproducible_build(operator: str, family: str, config: Any, entry: cache.Loaded) -> None:

@@ -15,6 +15,9 @@ pytestmark = pytest.mark.claim(
 )
 
 TEST = "suite/test_speed.py::test_row"
+ORIGIN = (
+    "commit 0123456789ab with local changes, torch 2.11, driver 580, CuTe DSL 4.8.1, 2026-05-01"
+)
 QUIET = {"utilisation_percent": 0, "reasons": []}
 
 
@@ -51,8 +54,12 @@ def record(ours: float, peer: float, limit: float | None = 50.0) -> dict[str, An
 def run_file(path: Path, timings: dict[str, Any], **more: Any) -> str:
     run = {
         "schema": claims.SCHEMA,
-        "gpu": {"name": "NVIDIA H200"},
+        "gpu": {"name": "NVIDIA H200", "sm": "sm90", "driver": "580"},
         "commit": "0123456789abcdef",
+        "dirty": True,
+        "torch": "2.11",
+        "cutlass_dsl": "4.8.1",
+        "when": "2026-05-01T10:00:00+00:00",
         "claims": {},
         "timings": timings,
         **more,
@@ -66,22 +73,51 @@ def test_a_table_for_each_test(tmp_path: Path, capsys: pytest.CaptureFixture[str
     rows = {f"{TEST}[short]": record(10, 40), f"{TEST}[long]": record(100.04, 200, 150)}
     file = run_file(tmp_path, {**rows, "suite/test_speed.py::test_other": record(3, 4, None)})
     assert claims.main(["timings", file]) == 0
-    where = "on NVIDIA H200, commit 0123456789ab, CUDA-graph replay, the same inputs"
-    how = f"{where}, median of 2 fresh processes, microseconds:"
+    how = "CUDA-graph replay, the same inputs, median of 2 fresh processes, microseconds."
     assert capsys.readouterr().out.splitlines() == [
-        f"`{TEST}` {how}",
+        f"`{TEST}`: {how}",
         "",
         "| row | ours | peer | limit | of peer |",
         "| --- | --- | --- | --- | --- |",
         "| short | 10.0 | 40.0 | 50 | 0.25 (<= 0.5) |",
         "| long | 100.0 | 200.0 | 150 | 0.50 (<= 0.5) |",
         "",
-        f"`suite/test_speed.py::test_other` {how}",
+        f"NVIDIA H200: {ORIGIN}.",
+        "",
+        f"`suite/test_speed.py::test_other`: {how}",
         "",
         "| row | ours | peer | of peer |",
         "| --- | --- | --- | --- |",
         "| - | 3.0 | 4.0 | 0.75 (<= 0.5) |",
+        "",
+        f"NVIDIA H200: {ORIGIN}.",
     ]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_rows_with_other_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], order: int
+) -> None:
+    """A row that lacks an implementation has empty cells, wherever it stands."""
+    alone = record(10, 40)
+    del alone["implementations"]["peer"]
+    alone["figures"] = alone["figures"][1:]
+    rows = [(f"{TEST}[alone]", alone), (f"{TEST}[both]", record(10, 40))]
+    assert claims.main(["timings", run_file(tmp_path, dict(rows[::order]))]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "| alone | 10.0 |  | 50 |  |" in lines
+    assert "| both | 10.0 | 40.0 | 50 | 0.25 (<= 0.5) |" in lines
+
+
+def test_rows_of_two_methods_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = {**record(10, 40), "mode": "eager"}
+    file = run_file(tmp_path, {f"{TEST}[a]": record(10, 40), f"{TEST}[b]": other})
+    with pytest.raises(SystemExit) as stop:
+        claims.main(["timings", file])
+    assert stop.value.code == 2
+    assert "got rows timed in 2 ways, expected one" in capsys.readouterr().err
 
 
 def test_readings_that_do_not_count_are_not_shown(

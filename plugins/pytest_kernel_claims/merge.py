@@ -65,7 +65,7 @@ def matrix(runs: list[dict[str, Any]]) -> str:
     for key in sorted(texts):
         lines.append(row(key, texts[key], *(column.cell(key)[1] for column in across)))
     lines.append("")
-    lines += [f"- {column.label}: {_origin(run)}" for column in across for run in column.runs]
+    lines += [f"- {column.label}: {origin(run)}" for column in across for run in column.runs]
     return "\n".join(lines + list(_unproven(across, texts, needing))) + "\n"
 
 
@@ -97,7 +97,8 @@ def row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _origin(run: dict[str, Any]) -> str:
+def origin(run: dict[str, Any]) -> str:
+    """Commit, versions and date of a run, in words."""
     state = {True: " with local changes", False: "", None: " (stated, not checked)"}[run["dirty"]]
     commit = f"commit {run['commit'][:12]}{state}" if run["commit"] else "commit unknown"
     driver = f", driver {run['gpu']['driver']}" if run["gpu"] else ""

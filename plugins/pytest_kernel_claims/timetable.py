@@ -25,43 +25,55 @@ def tables(runs: list[dict[str, Any]]) -> str:
             function, _, row = node.partition("[")
             tests.setdefault(function, {})[row.removesuffix("]")] = record
         for function, rows in tests.items():
-            lines += [f"`{function}` on {_machine(run)}, {_method(rows)}:", ""]
+            lines += [f"`{function}`: {_method(function, rows)}.", ""]
             lines += _table(rows) if len(rows) <= LONGEST else _fold(rows)
-            lines += [*_sets(run, function), ""]
+            lines += [*_sets(run, function), "", f"{_machine(run)}: {merge.origin(run)}.", ""]
     return "\n".join(lines[:-1]) + "\n"
 
 
 def _machine(run: Mapping[str, Any]) -> str:
-    name = run["gpu"]["name"] if run["gpu"] else "no GPU"
-    return f"{name}, commit {run['commit'][:12]}" if run["commit"] else name
+    return str(run["gpu"]["name"]) if run["gpu"] else "no GPU"
 
 
-def _method(rows: Mapping[str, Record]) -> str:
-    """How the rows were timed; a number of processes is that of the least measured row."""
-    first = next(iter(rows.values()))
-    mode = "CUDA-graph replay" if first["mode"] == "graph" else "eager calls"
-    caches = "inputs rotate beyond the L2" if first["l2"] == "rotate" else "the same inputs"
+def _method(function: str, rows: Mapping[str, Record]) -> str:
+    """How the rows were timed; a number of processes is that of the least measured row.
+
+    Raises ValueError when they were not all timed in one way.
+    """
+    ways = {(one["mode"], one["l2"], one["fresh"], one["subject"]) for one in rows.values()}
+    if len(ways) != 1:
+        raise ValueError(f"{function}: got rows timed in {len(ways)} ways, expected one")
+    ((mode, l2, fresh, _),) = ways
+    how = "CUDA-graph replay" if mode == "graph" else "eager calls"
+    caches = "inputs rotate beyond the L2" if l2 == "rotate" else "the same inputs"
     count = min(record["required"] for record in rows.values())
-    of = f"median of {count} fresh processes" if first["fresh"] else "median of one process"
-    return f"{mode}, {caches}, {of}, microseconds"
+    of = f"median of {count} fresh processes" if fresh else "median of one process"
+    return f"{how}, {caches}, {of}, microseconds"
 
 
 def _table(rows: Mapping[str, Record]) -> Iterator[str]:
     """Medians of every implementation, the subject first, then the figures that are ratios."""
-    first = next(iter(rows.values()))
-    names = sorted(first["implementations"], key=lambda name: name != first["subject"])
-    ratios = [one["name"] for one in first["figures"] if one["kind"] == "ratio"]
+    subject = next(iter(rows.values()))["subject"]
+    found = dict.fromkeys(name for one in rows.values() for name in one["implementations"])
+    names = sorted(found, key=lambda name: name != subject)
+    shown = [{one["name"]: one for one in record["figures"]} for record in rows.values()]
+    ratios = list(
+        dict.fromkeys(
+            name for one in shown for name, figure in one.items() if figure["kind"] == "ratio"
+        )
+    )
     limited = any(_limit(record) for record in rows.values())
     yield merge.row("row", *names, *["limit"] * limited, *ratios)
     yield merge.row(*["---"] * (1 + len(names) + limited + len(ratios)))
-    for row, record in rows.items():
+    for (row, record), one in zip(rows.items(), shown):
         medians = [_median(record, name) for name in names]
-        shown = {one["name"]: one for one in record["figures"]}
-        cells = [_ratio(record, shown[name]) if name in shown else "" for name in ratios]
+        cells = [_ratio(record, one[name]) if name in one else "" for name in ratios]
         yield merge.row(row or "-", *medians, *[_limit(record)] * limited, *cells)
 
 
 def _median(record: Record, name: str) -> str:
+    if name not in record["implementations"]:
+        return ""
     if figures.shortfall(record):
         return "invalid"
     value = figures.median_us(record, name)

@@ -72,6 +72,11 @@ class LightningPrefillConfig:
         for name in ("stages", "scores", "outputs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected at least 1")
+        if self.stages < self.groups:
+            raise ValueError(
+                f"stages: got {self.stages}, expected at least {self.groups}: an initial state is "
+                "as many steps, and none of them is released before all have come"
+            )
         if any(count % 8 or not 24 <= count <= 240 for count in self.registers):
             raise ValueError(f"registers: got {self.registers}, expected multiples of 8, 24 to 240")
         move, score, state = self.registers

@@ -57,6 +57,9 @@ Behind a sequence's end lie the next one's rows, which may hold anything: Q ther
 columns of O that are not stored; P is masked; SCORE clears K and STATE its registers of V, because
 a weight of 0 would not stop a NaN. Behind T, TMA reads zeros.
 
+Every role finds its steps by reading ``slots`` and ``has_initial`` (and ``cu_seqlens``, where units
+come in their own order), so these must not change while the kernel runs.
+
 Limits: T below 2^31. A NaN or infinity in V at a valid token reaches the earlier tokens of its
 chunk, whose P is 0 there.
 """

@@ -70,7 +70,8 @@ TABLES: dict[str, tuple[tuple[int, MtpConfig], ...]] = {
 
 Few states: many small CTAs, so that every SM has loads in flight and the last wave is full. Many:
 CTAs that read q and k less often; two batches of rows in registers do not fit beside the register
-pairs of two-wide arithmetic. The same row was fastest at every number of tokens.
+pairs of two-wide arithmetic. On an H200 the two Hopper rows are within 2 % of one another from 64
+requests of 64 heads on; below 32 the first is ahead by 5 % and more.
 """
 
 FAMILIES: dict[str, tuple[MtpConfig, ...]] = {
