@@ -84,8 +84,6 @@ def _launch_packed(
 class CheckingLauncher(ReferenceLauncher):
     """Its functions refuse what compiled ones refuse, in words that are not the operator's."""
 
-    function_checks = True
-
     def function(self, operator: str, arch: Arch, config: Any) -> Callable[..., Any]:
         launch = super().function(operator, arch, config)
         signature = SIGNATURES[operator]

@@ -125,6 +125,31 @@ def test_slopes_of_the_fixed_form(host: HostLauncher, slope: float) -> None:
 
 @CONTENTS
 @pytest.mark.dispatch
+@pytest.mark.parametrize("name", ["decay", "cu_seqlens", "initial_state_indices"])
+def test_contents_that_change_in_place(host: HostLauncher, name: str) -> None:
+    inputs = packed(HOST, (7,), slots=(0,), pool=5)
+    cu_seqlens, slots, _ = inputs.vectors()
+    vectors: dict[str, Any] = {
+        "decay": inputs.decay,
+        "cu_seqlens": cu_seqlens,
+        "initial_state_indices": slots,
+    }
+
+    def again() -> None:
+        linattn.lightning_attn_fwd_varlen(
+            *(inputs.q, inputs.k, inputs.v), **vectors, state_pool=inputs.pool
+        )
+
+    with linattn.checked():
+        again()
+        vectors[name][-1] = -5
+        with pytest.raises(ValueError, match=rf"^{name}\[\d\]: got -5"):
+            again()
+        assert len(host.launches) == 1
+
+
+@CONTENTS
+@pytest.mark.dispatch
 @pytest.mark.sm90
 @pytest.mark.parametrize("name", BAD)
 def test_bad_contents_on_a_device(name: str, device: torch.device) -> None:
@@ -174,6 +199,19 @@ def test_the_environment(
     with linattn.checked():
         pass
     assert checked.active is on
+
+
+@SWITCH
+@pytest.mark.dispatch
+def test_the_environment_of_the_fixed_form(
+    host: HostLauncher, variable: pytest.MonkeyPatch
+) -> None:
+    inputs = problem(HOST, 5)
+    inputs.decay.fill_(-1.0)
+    variable.setenv("LINATTN_CHECKED", "1")
+    with pytest.raises(ValueError, match=r"decay\[0\]: got -1"):
+        linattn.lightning_attn_fwd(*inputs.arguments)
+    assert not host.launches
 
 
 @SWITCH

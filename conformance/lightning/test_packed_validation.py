@@ -192,7 +192,9 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     "chunk": (lambda: {"chunk_size": 128}, ValueError, "chunk_size: got 128"),
     "persistent 1": (lambda: {"persistent": 1}, TypeError, r"persistent: got 1 \(int\)"),
     "persistent none": (lambda: {"persistent": None}, TypeError, "persistent: got None"),
+    "chunk float": (lambda: {"chunk_size": 64.0}, TypeError, r"chunk_size: got 64.0 \(float\)"),
     "segments": (lambda: {"segments": 2}, NotImplementedError, "segments: got 2"),
+    "segments bool": (lambda: {"segments": True}, TypeError, r"segments: got True \(bool\)"),
     "q grad": (lambda: {"q": tokens().requires_grad_()}, ValueError, "q: .*requires grad"),
     "pool grad": (lambda: {"state_pool": pool().requires_grad_()}, ValueError, "state_pool: .*req"),
 }

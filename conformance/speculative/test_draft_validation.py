@@ -439,6 +439,11 @@ def test_what_a_matcher_accepts(private: bool, monkeypatch: pytest.MonkeyPatch) 
     for refused in ((wrong, wrong, other), (c, c, c), (None, None, other), (c, c, None)):
         assert not together(*refused)
     assert not apart(c, wrong, other)
+    pairs = torch.zeros(2, 1, 2, dtype=torch.complex64)
+    plain = guards.matcher([pairs.imag])
+    assert plain(pairs.real)
+    assert not plain(pairs.conj().imag)
+    assert not plain(pairs.imag.as_strided((2, 1, 2), (4, 3, 2)))
 
 
 @REFUSED

@@ -9,7 +9,6 @@ another way than this file expects, the properties are compared in Python instea
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from itertools import compress
 from typing import Any
 
@@ -23,7 +22,8 @@ def properties(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     """What a plan depends on, as a dictionary key; and which arguments are one tensor object,
     because a matcher depends on that."""
     described = [
-        (type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors
+        (type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_neg())
+        for x in tensors
     ]
     return (*_first_places(tensors), *described)
 
@@ -35,9 +35,10 @@ def _first_places(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def matcher(tensors: Sequence[torch.Tensor]) -> Matches:
-    """A check that later tensors have the type, shape, strides, dtype, device and requires_grad of
-    these. It may refuse more than that (tensors made in inference mode, another set of arguments
-    that are one object), never less."""
+    """A check that later tensors have the type, shape, strides, dtype, device, requires_grad and
+    negation (of views such as the imaginary part of a conjugate) of these. It may refuse more than
+    that (tensors made in inference mode, another set of arguments that are one object), never
+    less."""
     build = _compiled()
     if build is None:
         return _plain(tensors)
@@ -78,9 +79,17 @@ def _plain(tensors: Sequence[torch.Tensor]) -> Matches:
     return matches
 
 
-@cache
+_trusted: Callable[[Sequence[torch.Tensor]], Matches] | None = None
+
+
 def _compiled() -> Callable[[Sequence[torch.Tensor]], Matches] | None:
-    """torch's check, where it is there and tells apart what it must."""
+    """torch's check, where it is there and tells apart what it must.
+
+    Only a success is kept: under a mode that replaces tensors, such as fake ones, the check fails.
+    """
+    global _trusted
+    if _trusted is not None:
+        return _trusted
     try:
         from torch._C._dynamo.guards import TensorGuards
 
@@ -89,19 +98,33 @@ def _compiled() -> Callable[[Sequence[torch.Tensor]], Matches] | None:
             check: Matches = guards.check
             return check
 
-        sample = torch.zeros(2, 2)
-        check = build([sample])
-        refused = (
-            torch.zeros(2, 3),
-            torch.zeros(2, 2, 1),
-            torch.zeros(2, 2).t(),
-            torch.zeros(2, 2, dtype=torch.float64),
-            torch.zeros(2, 2, device="meta"),
-            torch.zeros(2, 2, requires_grad=True),
-            torch.nn.Parameter(sample, requires_grad=False),
-            None,
-        )
-        trusted = check(torch.ones(2, 2)) and not any(check(other) for other in refused)
+        if _tells_apart(build):
+            _trusted = build
     except Exception:
         return None
-    return build if trusted else None
+    return _trusted
+
+
+def _tells_apart(build: Callable[[Sequence[torch.Tensor]], Matches]) -> bool:
+    """Whether a check accepts a tensor like its own, and nothing that differs in one property."""
+
+    def view(
+        shape: tuple[int, ...] = (2, 1, 2), strides: tuple[int, ...] = (4, 4, 2), **options: Any
+    ) -> torch.Tensor:
+        return torch.zeros(8, **options).as_strided(shape, strides)
+
+    pairs = torch.zeros(2, 1, 2, dtype=torch.complex64)
+    refused = (
+        view((2, 1, 1)),
+        view((2, 1, 2, 1), (4, 4, 2, 1)),
+        view(strides=(4, 4, 1)),
+        view(strides=(4, 3, 2)),  # which differs where no element is reached
+        view(dtype=torch.float64),
+        view(device="meta"),
+        view().requires_grad_(),
+        torch.nn.Parameter(view(), requires_grad=False),
+        pairs.conj().imag,
+        None,
+    )
+    check = build([pairs.imag])
+    return check(view()) and not any(check(other) for other in refused)

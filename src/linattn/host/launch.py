@@ -35,11 +35,7 @@ class Launcher:
 
     Attributes:
         plans: memo of validated calls, by a key that covers everything validation depends on.
-        function_checks: whether its functions themselves refuse tensors of another rank, dtype,
-            device, shape or stride than their signature's, as those compiled through TVM-FFI do.
     """
-
-    function_checks = False
 
     def __init__(self) -> None:
         self.plans: dict[Any, Any] = {}
@@ -94,8 +90,6 @@ class Launcher:
 
 class CudaLauncher(Launcher):
     """The default: kernels run on the CUDA device of the tensors, on torch's current stream."""
-
-    function_checks = True
 
     def __init__(self) -> None:
         super().__init__()

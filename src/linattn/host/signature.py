@@ -302,7 +302,14 @@ def _prefill(batch: str | int, states: str, pool: str = "") -> Signature:
             TensorSpec("decay", ("S",), "f32", Kind.VECTOR),
             TensorSpec("initial_state", state, "f32", Kind.STATE, optional=True, public=pool),
             TensorSpec("final_state", state, "f32", Kind.STATE, optional=True, output=True),
-            TensorSpec("cu_seqlens", ("N + 1",), "i32", Kind.NUMBERS, optional=True, also=("i64",)),
+            TensorSpec(
+                "cu_seqlens",
+                ("N + 1",),
+                "i32",
+                Kind.NUMBERS,
+                optional=not pool,
+                also=("i64",),
+            ),
             TensorSpec(
                 "slots",
                 ("N",),

@@ -1,14 +1,15 @@
-"""Calls of operators whose tensors go to the kernel by address.
+"""What eager calls of all operators share, and the checks of those that take draft tokens.
 
 A plan holds what one combination of shapes, strides, dtypes and devices needs at every call. The
 latest plan of each form of a call (which arguments are there, which flags are set) is tried first,
-with a check that torch compiles; a dictionary over the properties of all tensors serves the rest.
+with a check that torch compiles; then the latest one for the same shapes, likewise; a dictionary
+over the properties of all tensors serves the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,19 +35,19 @@ class Plan:
         signature: of the kernel.
         matches: whether tensors are as those that the plan was made for.
         device: device of every tensor.
-        layout: the integers at ``layout_at``, an address.
         spans: bytes from the first element of each tensor to the end of its last, 0 where it is
             absent, in the order of the signature.
         out_shape: shape of the output.
-        out_span: the entry of ``spans`` that is the output's, 0 where each call makes its own.
+        written: (name, place in the signature) of the caller's tensors that may share no byte with
+            another one.
         grads: whether a tensor other than the decay requires grad.
         detach: whether the decay requires grad.
         alignments: bytes that the address of each tensor must be a multiple of.
-        known: addresses of all tensors, 0 where absent, that ``look_closer`` found fine. Whichever
+        known: addresses of all tensors, 0 where absent, that ``check_places`` found fine. Whichever
             tensors are there: alignment and overlap depend on the addresses and on what
             ``matches`` covers. Threads share the set; it is only asked, added to and emptied.
         latest: the one that ``known`` received last; comparing two is quicker than asking a set.
-        known_gaps: (tensor, its distance from the output) that were found to share no byte.
+        known_gaps: (written, another, the distance between them) that were found to share no byte.
     """
 
     __slots__ = (
@@ -58,14 +59,46 @@ class Plan:
         "known",
         "known_gaps",
         "latest",
-        "layout",
-        "layout_at",
         "matches",
         "out_shape",
-        "out_span",
         "signature",
         "spans",
+        "written",
     )
+
+    def __init__(
+        self,
+        signature: Signature,
+        function: Callable[..., Any] | None,
+        tensors: Tensors,
+        out_shape: tuple[int, ...],
+        written: Sequence[str] = ("o",),
+    ) -> None:
+        present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        decay = present["decay"]
+        names = [spec.name for spec in signature.tensors]
+        self.signature, self.function = signature, function
+        self.matches: Matches = matcher(list(present.values()))
+        self.device = decay.device
+        self.spans = tuple(validate.span(present[name]) if name in present else 0 for name in names)
+        self.out_shape = out_shape
+        self.written = tuple((name, names.index(name)) for name in written if name in present)
+        self.grads = any(x.requires_grad for name, x in present.items() if name != "decay")
+        self.detach = decay.requires_grad
+        self.alignments = tuple(spec.alignment for spec in signature.tensors)
+        self.known: set[tuple[int, ...]] = set()
+        self.latest: tuple[int, ...] = ()
+        self.known_gaps: set[tuple[str, str, int]] = set()
+
+
+class DraftPlan(Plan):
+    """A plan of an operator whose tensors go to the kernel by address.
+
+    Attributes:
+        layout: the integers at ``layout_at``, an address.
+    """
+
+    __slots__ = ("layout", "layout_at")
 
     def __init__(
         self,
@@ -76,13 +109,9 @@ class Plan:
         flags: Mapping[str, int],
         out_shape: tuple[int, ...],
     ) -> None:
-        present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        decay = present["decay"]
-        self.signature, self.function = signature, function
-        self.matches: Matches = matcher(list(present.values()))
-        self.device = decay.device
-        described = dict(present)
-        if out_shape and "o" not in present:  # strides of the one that each call makes
+        super().__init__(signature, function, tensors, out_shape)
+        described = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        if out_shape and "o" not in described:  # strides of the one that each call makes
             described["o"] = torch.empty(out_shape, dtype=torch.bfloat16, device="meta")
         # The kernel sees every token tensor as [B, T, heads, 128].
         shaped = {
@@ -92,18 +121,9 @@ class Plan:
         }
         self.layout = signature.layout(shaped, sizes, flags)
         self.layout_at = self.layout.buffer_info()[0]
-        self.spans = tuple(
-            validate.span(present[spec.name]) if spec.name in present else 0
-            for spec in signature.tensors
-        )
-        self.out_shape = out_shape
-        self.out_span = validate.span(present["o"]) if "o" in present else 0
-        self.grads = any(x.requires_grad for name, x in present.items() if name != "decay")
-        self.detach = decay.requires_grad
-        self.alignments = tuple(spec.alignment for spec in signature.tensors)
-        self.known: set[tuple[int, ...]] = set()
-        self.latest: tuple[int, ...] = ()
-        self.known_gaps: set[tuple[str, int]] = set()
+
+
+AnyPlan = TypeVar("AnyPlan", bound=Plan)
 
 
 def _with_tokens(tensor: Tensor, rank: int) -> Tensor:
@@ -118,31 +138,58 @@ def plain(tensors: Tensors) -> bool:
     )
 
 
+def refuse_others(signature: Signature, tensors: Tensors) -> None:
+    """Raise for what is given as a tensor and is none, or is missing.
+
+    Raises:
+        TypeError: such as a list.
+    """
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor):
+            continue
+        spec = signature[name]
+        if tensor is not None or not spec.optional:
+            raise type_error(spec.label, type(tensor).__name__, f"a tensor {spec.shape_text}")
+
+
+def recall(launcher: launch.Launcher, form: Hashable, given: Sequence[Tensor]) -> Any:
+    """The plan of the latest call of that form with these shapes, or None if it does not fit."""
+    try:
+        plan = launcher.plans.get(_shapes(form, given))
+    except (AttributeError, TypeError):  # no tensor, or symbolic sizes
+        return None
+    if plan is None or not plan.matches(*given):
+        return None
+    launcher.remember(form, plan)
+    return plan
+
+
+def _shapes(form: Hashable, given: Sequence[Tensor]) -> Hashable:
+    return (form, *[tensor.shape for tensor in given])
+
+
 def find(
     launcher: launch.Launcher,
     form: Hashable,
     signature: Signature,
     tensors: Tensors,
-    build: Callable[[], Plan],
-) -> Plan:
-    """The plan of a call that the latest one of its form does not fit.
+    build: Callable[[], AnyPlan],
+) -> AnyPlan:
+    """The plan of a call that the latest ones of its form do not fit.
 
     Raises:
         TypeError: a required argument that is no tensor; and whatever ``build`` raises.
     """
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            spec = signature[name]
-            if tensor is not None or not spec.optional:
-                raise type_error(spec.label, type(tensor).__name__, f"a tensor {spec.shape_text}")
+    refuse_others(signature, tensors)
     given = [tensor for tensor in tensors.values() if tensor is not None]
     key = (form, properties(given))
-    plan: Plan | None = launcher.plans.get(key)
+    plan: AnyPlan | None = launcher.plans.get(key)
     if plan is None:
         plan = build()
         launcher.remember(key, plan)
     elif not plan.matches(*given):  # the key leaves out some of what torch's check sees
         plan.matches = matcher(given)
+    launcher.remember(_shapes(form, given), plan)
     launcher.remember(form, plan)
     return plan
 
@@ -212,51 +259,45 @@ def look_closer(
     plan: Plan,
     tensors: Tensors,
     places: tuple[int, ...],
-    out: Tensor | None,
 ) -> None:
     """Check what a plan does not settle: addresses, and in checked mode contents.
 
     Args:
         public: name of the public function.
-        places: addresses in the order of the signature, 0 where a tensor is absent.
-        out: the output that the caller gave, None for a fresh one, which shares memory with nobody.
+        places: as ``check_places`` takes them.
 
     Raises:
         RuntimeError: checked mode inside a graph capture.
-        ValueError: a tensor that is misaligned or a negative view; an ``out`` that shares a byte
-            with another tensor; contents that ``linattn.checked`` refuses.
+        ValueError: as ``check_places``; contents that ``linattn.checked`` refuses.
     """
-    _check_places(plan, tensors, places, out)
+    check_places(plan, tensors, places)
     if checked.active:
         _check_contents(public, launcher, tensors)
 
 
-def _check_places(
-    plan: Plan,
-    tensors: Tensors,
-    places: tuple[int, ...],
-    out: Tensor | None,
-) -> None:
+def check_places(plan: Plan, tensors: Tensors, places: tuple[int, ...]) -> None:
     """Check what depends on addresses; the plan remembers them, so that the next call need not.
 
+    Args:
+        places: addresses in the order of the signature, 0 where a tensor is absent. What is absent
+            at the end may be left out.
+
     Raises:
-        ValueError: a tensor that is misaligned or a negative view; an ``out`` that shares a byte
-            with another tensor.
+        ValueError: a tensor that is misaligned; one that is written and shares a byte with another.
     """
-    # A tensor without elements is at address 0, and so is any on the meta device.
-    start = 0 if out is None else out.data_ptr()
-    end = start + plan.out_span if start else 0
-    unaligned = meeting = 0
-    for at, span, alignment in zip(places, plan.spans, plan.alignments):
-        if at % alignment:
-            unaligned += 1
-        if at < end and start < at + span:
-            meeting += 1
-    decay = tensors["decay"]
-    if unaligned or (decay is not None and decay.is_neg()):
-        _refuse_unusable(plan.signature, tensors)
-    if out is not None and meeting > 1:  # the first one is ``out`` itself
-        _refuse_overlap(plan, out, tensors)
+    if any(at % alignment for at, alignment in zip(places, plan.alignments)):
+        _refuse_misaligned(plan.signature, tensors)
+    for name, index in plan.written:
+        start = places[index]
+        end = start + plan.spans[index]
+        meeting = 0
+        for at, span in zip(places, plan.spans):
+            if at < end and start < at + span:
+                meeting += 1
+        # The first one is itself. A tensor without elements is at address 0, as is any on the meta
+        # device.
+        if start and meeting > 1:
+            _refuse_overlap(plan, name, tensors)
     _remember(plan.known, places)
     plan.latest = places
 
@@ -282,25 +323,29 @@ def _check_contents(public: str, launcher: launch.Launcher, tensors: Tensors) ->
         checked.lengths("accepted_len", accepted, buffer.shape[1])
 
 
-def _refuse_unusable(signature: Signature, tensors: Tensors) -> None:
-    """Raise for the tensor whose address is not aligned or that is a negative view."""
+def _refuse_misaligned(signature: Signature, tensors: Tensors) -> None:
+    """Raise for the tensor whose address is not aligned."""
     for name, tensor in tensors.items():
         if tensor is not None:
             validate.aligned(signature[name], tensor)
-            validate.resolved(signature[name], tensor)
 
 
-def _refuse_overlap(plan: Plan, out: Tensor, tensors: Tensors) -> None:
-    """Raise if ``out`` shares a byte with another tensor; remember distances that were fine."""
-    for name, tensor in tensors.items():
-        if tensor is None or name == "o":
+def _refuse_overlap(plan: Plan, name: str, tensors: Tensors) -> None:
+    """Raise if a tensor that is written shares a byte with another one.
+
+    Distances that were fine are remembered.
+    """
+    written = tensors[name]
+    assert written is not None
+    for other, tensor in tensors.items():
+        if tensor is None or other == name:
             continue
-        gap = (name, tensor.data_ptr() - out.data_ptr())
+        gap = (name, other, tensor.data_ptr() - written.data_ptr())
         if gap in plan.known_gaps:
             continue
-        if not validate.disjoint(out, tensor):
-            label = plan.signature[name].label
-            raise value_error("out", f"a tensor that overlaps {label}", "memory of its own")
+        if not validate.disjoint(written, tensor):
+            label, its = plan.signature[name].label, plan.signature[other].label
+            raise value_error(label, f"a tensor that overlaps {its}", "memory of its own")
         _remember(plan.known_gaps, gap)
 
 

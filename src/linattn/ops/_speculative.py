@@ -80,8 +80,10 @@ def decode(
             given += (intermediate,)
         if state_indices is not None:
             given += (state_indices,)
-    plan: _calls.Plan | None = launcher.plans.get(form)
+    plan: _calls.DraftPlan | None = launcher.plans.get(form)
     if plan is None or not plan.matches(*given):
+        plan = _calls.recall(launcher, form, given)
+    if plan is None:
         tensors = decode_tensors(q, k, v, state_pool, decay, state_indices, intermediate, out)
         if elsewhere is not None and not _calls.plain(tensors):
             # fmt: off
@@ -107,9 +109,9 @@ def decode(
     index_at = 0 if state_indices is None else state_indices.data_ptr()
     places = (q_at, k_at, v_at, o_at, decay_at, pool_at, steps_at, index_at)
     new = places != plan.latest and places not in plan.known
-    if new or checked.active or decay.is_neg():
+    if new or checked.active:
         tensors = decode_tensors(q, k, v, state_pool, decay, state_indices, intermediate, o)
-        _calls.look_closer(name, launcher, plan, tensors, places, out)
+        _calls.look_closer(name, launcher, plan, tensors, places)
     if plan.detach:
         decay = decay.detach()
     # fmt: off
@@ -160,7 +162,7 @@ def _decode_plan(
     signature: Signature,
     tensors: dict[str, Tensor | None],
     update_state: bool,
-) -> _calls.Plan:
+) -> _calls.DraftPlan:
     """Validate a combination seen for the first time, and find what serves it."""
     sizes = _calls.check(signature, tensors, launcher.accepts)
     decay = tensors["decay"]
@@ -168,7 +170,7 @@ def _decode_plan(
     function = _calls.function_of(launcher, MTP_DECODE.operator, name, decay.device, sizes)
     flags = {"update_state": int(update_state)}
     out_shape = out_shape_of(name, sizes)
-    return _calls.Plan(MTP_DECODE, function, tensors, sizes, flags, out_shape)
+    return _calls.DraftPlan(MTP_DECODE, function, tensors, sizes, flags, out_shape)
 
 
 def out_shape_of(name: str, sizes: dict[str, int]) -> tuple[int, ...]:
@@ -216,8 +218,10 @@ def verify(
         given += (accepted_len,)
     if out is not None:
         given += (out,)
-    plan: _calls.Plan | None = launcher.plans.get(form)
+    plan: _calls.DraftPlan | None = launcher.plans.get(form)
     if plan is None or not plan.matches(*given):
+        plan = _calls.recall(launcher, form, given)
+    if plan is None:
         tensors = verify_tensors(
             q, k, v, state_pool, decay, state_indices, k_buffer, v_buffer, accepted_len, out
         )
@@ -252,11 +256,11 @@ def verify(
     )
     # fmt: on
     new = places != plan.latest and places not in plan.known
-    if new or checked.active or decay.is_neg():
+    if new or checked.active:
         tensors = verify_tensors(
             q, k, v, state_pool, decay, state_indices, k_buffer, v_buffer, accepted_len, o
         )
-        _calls.look_closer(VERIFY, launcher, plan, tensors, places, out)
+        _calls.look_closer(VERIFY, launcher, plan, tensors, places)
     if plan.detach:
         decay = decay.detach()
     # fmt: off
@@ -316,7 +320,7 @@ def together(tensors: dict[str, Tensor | None]) -> None:
         raise value_error("k_buffer", "None", "a buffer, because accepted_len is given")
 
 
-def _verify_plan(launcher: launch.Launcher, tensors: dict[str, Tensor | None]) -> _calls.Plan:
+def _verify_plan(launcher: launch.Launcher, tensors: dict[str, Tensor | None]) -> _calls.DraftPlan:
     """Validate a combination seen for the first time, and find what serves it."""
     together(tensors)
     sizes = _calls.check(KVBUFFER_VERIFY, tensors, launcher.accepts)
@@ -330,7 +334,9 @@ def _verify_plan(launcher: launch.Launcher, tensors: dict[str, Tensor | None]) -
         sizes,
         commit=int(tensors["accepted_len"] is not None),
     )
-    return _calls.Plan(KVBUFFER_VERIFY, function, tensors, sizes, {}, out_shape_of(VERIFY, sizes))
+    return _calls.DraftPlan(
+        KVBUFFER_VERIFY, function, tensors, sizes, {}, out_shape_of(VERIFY, sizes)
+    )
 
 
 # ---------------------------------------------------------------------------------------------
@@ -358,8 +364,10 @@ def update(
     else:
         form = (UPDATE, None)
         given = (k_buffer, v_buffer, decay, state_pool, accepted_len)
-    plan: _calls.Plan | None = launcher.plans.get(form)
+    plan: _calls.DraftPlan | None = launcher.plans.get(form)
     if plan is None or not plan.matches(*given):
+        plan = _calls.recall(launcher, form, given)
+    if plan is None:
         tensors = update_tensors(k_buffer, v_buffer, state_pool, decay, state_indices, accepted_len)
         if elsewhere is not None and not _calls.plain(tensors):
             elsewhere(k_buffer, v_buffer, state_pool, decay, state_indices, accepted_len)
@@ -378,9 +386,9 @@ def update(
     length_at = accepted_len.data_ptr()
     places = (k_at, v_at, decay_at, pool_at, index_at, length_at)
     new = places != plan.latest and places not in plan.known
-    if new or checked.active or decay.is_neg():
+    if new or checked.active:
         tensors = update_tensors(k_buffer, v_buffer, state_pool, decay, state_indices, accepted_len)
-        _calls.look_closer(UPDATE, launcher, plan, tensors, places, None)
+        _calls.look_closer(UPDATE, launcher, plan, tensors, places)
     if plan.detach:
         decay = decay.detach()
     arguments = (k_at, v_at, decay, pool_at, index_at, length_at, plan.layout_at)
@@ -411,10 +419,10 @@ def update_tensors(
     }
 
 
-def _update_plan(launcher: launch.Launcher, tensors: dict[str, Tensor | None]) -> _calls.Plan:
+def _update_plan(launcher: launch.Launcher, tensors: dict[str, Tensor | None]) -> _calls.DraftPlan:
     """Validate a combination seen for the first time, and find what serves it."""
     sizes = _calls.check(STATE_UPDATE, tensors, launcher.accepts)
     decay = tensors["decay"]
     assert decay is not None
     function = _calls.function_of(launcher, STATE_UPDATE.operator, UPDATE, decay.device, sizes)
-    return _calls.Plan(STATE_UPDATE, function, tensors, sizes, {}, ())
+    return _calls.DraftPlan(STATE_UPDATE, function, tensors, sizes, {}, ())

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.nn import Parameter
 
-from linattn.errors import type_error, value_error
 from linattn.host import checked, dispatch, launch, validate
 from linattn.host.signature import LIGHTNING_FIXED, Signature, TensorSpec
 from linattn.host.validate import LARGEST_SCALE
-from linattn.ops import _library
+from linattn.ops import _calls, _library
 
 NAME = "lightning_attn_fwd"
 CHUNK = 64
+SEGMENTS = 1
 HEAD_DIM = 128
 
-STATE = LIGHTNING_FIXED["initial_state"]
 OUT = LIGHTNING_FIXED["o"]
 _VIEWS: tuple[TensorSpec, ...] = tuple(LIGHTNING_FIXED[name] for name in "qkvo")
 
 NOT_PACKED = (0, 0, 0, 0, 0)
 """Arguments of a launch for ``cu_seqlens``, slots and ``has_initial`` that are absent."""
 
-_MAX_KNOWN = 256
+_LEAST_SCALE = -LARGEST_SCALE
+_BF16, _F32 = torch.bfloat16, torch.float32
 
 
 def lightning_attn_fwd(
@@ -39,7 +39,7 @@ def lightning_attn_fwd(
     output_final_state: bool = False,
     chunk_size: int = CHUNK,
     *,
-    segments: int | str = 1,
+    segments: int | str = SEGMENTS,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Causal linear attention with a decay a head, over sequences of one length.
@@ -83,88 +83,54 @@ def lightning_attn_fwd(
         UnsupportedArchitecture: an architecture that no kernel is meant for.
         RuntimeError: a first call inside a CUDA-graph capture; see ``linattn.warm_up``.
     """
-    if (
-        type(q) is Tensor
-        and type(k) is Tensor
-        and type(v) is Tensor
-        and (type(decay) is Tensor or type(decay) is Parameter)
-        and (out is None or type(out) is Tensor)
-        and (initial_state is None or type(initial_state) is Tensor)
-        and _library.eager()
-    ):
+    if _library.eager():
+        # fmt: off
         return run(
-            q, k, v, decay, scale, initial_state, output_final_state, chunk_size, segments, out
+            q, k, v, decay, scale, initial_state, output_final_state, chunk_size, segments, out,
+            _dispatched,
         )
+        # fmt: on
     return _dispatched(
         q, k, v, decay, scale, initial_state, output_final_state, chunk_size, segments, out
     )
 
 
-class CallPlan:
-    """What one combination of shapes, strides, dtypes and devices needs at every call.
+class Plan(_calls.Plan):
+    """A plan of either form of prefill.
 
     Attributes:
-        updates_states: whether the initial state is also where the final one is written.
-        name: the public function.
-        signature: of the public function.
-        function: the compiled function; None where nothing is launched.
-        device: device of every tensor.
-        out_shape, state_shape: shapes of the results.
-        spans: bytes from the first element of each tensor to the end of its last, by name.
-        state_strides: strides over sequences and heads, in elements, of the initial state and then
-            of the final one.
-        packing: what a launch says of sequences: no index vectors, the batch, and the grid.
+        state_shape: shape of the states that a call makes.
+        numbers: of the arguments of the compiled function those that no call changes: strides over
+            sequences and heads, in elements, of the initial state and then of the final one, and
+            what ``rest`` was.
         views: strides to pass q, k, v and out under, where their own will not do; else None.
-        known: sets of addresses that were found aligned and apart.
-        known_gaps: (one, another, the distance between them) of tensors found to share no byte.
     """
 
-    updates_states = False
-
-    __slots__ = (
-        "device",
-        "function",
-        "known",
-        "known_gaps",
-        "name",
-        "out_shape",
-        "packing",
-        "signature",
-        "spans",
-        "state_shape",
-        "state_strides",
-        "views",
-    )
+    __slots__ = ("numbers", "state_shape", "views")
 
     def __init__(
         self,
-        name: str,
         signature: Signature,
         function: Callable[..., Any] | None,
-        tensors: dict[str, Tensor],
+        tensors: dict[str, Tensor | None],
         states: int,
-        packing: tuple[int, ...],
+        rest: tuple[int, ...],
+        written: Sequence[str],
     ) -> None:
         v, state = tensors["v"], tensors.get("initial_state")
+        assert v is not None
+        super().__init__(signature, function, tensors, tuple(v.shape), written)
         heads = v.shape[2]
-        views = [
-            validate.restride(spec, tensors[spec.name]) if spec.name in tensors else None
-            for spec in _VIEWS
-        ]
-        self.name, self.signature = name, signature
-        self.function = function
-        self.device = v.device
-        self.out_shape = tuple(v.shape)
         self.state_shape = (states, heads, HEAD_DIM, HEAD_DIM)
-        self.spans = {name: validate.span(tensor) for name, tensor in tensors.items()}
-        self.state_strides = (
-            *((0, 0) if state is None else (state.stride(0), state.stride(1))),
-            *(heads * HEAD_DIM * HEAD_DIM, HEAD_DIM * HEAD_DIM),
-        )
-        self.packing = packing
+        initial = (0, 0) if state is None else (state.stride(0), state.stride(1))
+        fresh = (heads * HEAD_DIM * HEAD_DIM, HEAD_DIM * HEAD_DIM)
+        in_place = state is not None and "initial_state" in written
+        self.numbers = (*initial, *(initial if in_place else fresh), *rest)
+        views = [
+            None if tensor is None else validate.restride(spec, tensor)
+            for spec, tensor in ((spec, tensors.get(spec.name)) for spec in _VIEWS)
+        ]
         self.views = views if any(views) else None
-        self.known: set[tuple[Any, ...]] = set()
-        self.known_gaps: set[tuple[str, str, int]] = set()
 
 
 def run(
@@ -178,137 +144,89 @@ def run(
     chunk_size: int,
     segments: int | str,
     out: Tensor | None,
-    trusting: bool = True,
+    elsewhere: Callable[..., tuple[Tensor, Tensor | None]] | None,
 ) -> tuple[Tensor, Tensor | None]:
     """``lightning_attn_fwd`` without torch's dispatcher: the path of every eager call.
 
-    What depends on sizes, strides, dtypes and devices comes from the launcher's memo. Addresses,
-    grad mode and Python scalars are looked at in every call.
-
-    Reading every attribute of every tensor is most of the host time of a call. Contiguous tensors
-    are therefore looked up by the few attributes that the plan depends on (``trusting``), and the
-    compiled function's own checks of the rest stand in for ours: when it refuses, the call starts
-    again with the whole key, which ends in our error or serves a case that it does not know.
+    Calls whose tensors are not ordinary ones go to ``elsewhere``. It is written out like the calls
+    of ``_speculative``, for the same reason.
     """
+    # Identity is the quickest comparison, and what it misses only takes the longer way.
     if (
         type(scale) is not float
-        or not -LARGEST_SCALE <= scale <= LARGEST_SCALE
-        or type(chunk_size) is not int
-        or chunk_size != CHUNK
-        or type(segments) is not int
-        or segments != 1
-        or type(output_final_state) is not bool
+        or not _LEAST_SCALE <= scale <= LARGEST_SCALE
+        or chunk_size is not CHUNK
+        or segments is not SEGMENTS
+        or (output_final_state is not False and output_final_state is not True)
     ):
         scale = _scalars(scale, output_final_state, chunk_size, segments)
-    if is_grad_enabled() and (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (initial_state is not None and initial_state.requires_grad)
-        or (out is not None and out.requires_grad)
-    ):
-        _refuse_grad(q, k, v, initial_state, out)
     launcher = launch.current()
-    trusting = (
-        trusting
-        and launcher.function_checks
-        and q.is_contiguous()
-        and k.is_contiguous()
-        and v.is_contiguous()
-        and decay.is_contiguous()
-        and (out is None or out.is_contiguous())
-    )
-    # fmt: off
-    key: tuple[Any, ...]
-    if trusting:
-        key = (
-            NAME, q.shape, v.shape, decay.shape, q.get_device(), out is None
-        )
+    # The tensors that are there, as in ``present``; the form of the usual call is a string because
+    # the hash of a tuple is computed anew each time.
+    if initial_state is None and out is not None:
+        form: Hashable = NAME
+        given: tuple[Tensor, ...] = (q, k, v, decay, out)
     else:
-        key = (
-            NAME,
-            q.shape, q.stride(), q.dtype, q.device,
-            k.shape, k.stride(), k.dtype, k.device,
-            v.shape, v.stride(), v.dtype, v.device,
-            decay.shape, decay.stride(), decay.dtype, decay.device,
-        )
+        form = (NAME, initial_state is None, out is None)
+        given = (q, k, v, decay)
+        if initial_state is not None:
+            given += (initial_state,)
         if out is not None:
-            key += (out.shape, out.stride(), out.dtype, out.device)
-    # fmt: on
-    if initial_state is not None:
-        state = initial_state
-        key += ("state", state.shape, state.stride(), state.dtype, state.device)
-    plan: CallPlan | None = launcher.plans.get(key)
+            given += (out,)
+    plan: Plan | None = launcher.plans.get(form)
+    if plan is None or not plan.matches(*given):
+        plan = _calls.recall(launcher, form, given)
     if plan is None:
-        plan = _plan(launcher, q, k, v, decay, initial_state, out)
-        launcher.remember(key, plan)
+        tensors = present(q, k, v, decay, initial_state, out)
+        if elsewhere is not None and not _calls.plain(tensors):
+            # fmt: off
+            return elsewhere(
+                q, k, v, decay, scale, initial_state, output_final_state, chunk_size, segments, out
+            )
+            # fmt: on
+        build = partial(_plan, launcher, tensors)
+        plan = _calls.find(launcher, form, LIGHTNING_FIXED, tensors, build)
+    if plan.grads and is_grad_enabled():
+        _calls.refuse_grad(LIGHTNING_FIXED, present(q, k, v, decay, initial_state, out))
     function = plan.function
-    if function is None and not trusting:
+    if function is None:
         return _launch_nothing(plan, initial_state, output_final_state, out)
-    if function is not None:
-        try:
-            final = empty(plan.state_shape, STATE, plan.device) if output_final_state else None
-            tensors = q, k, v, decay, scale, initial_state, final
-            return issue(launcher, plan, function, *tensors, plan.packing, out), final
-        except (TypeError, ValueError):  # what compiled functions refuse arguments with
-            if not trusting:
-                raise
-    rest = scale, initial_state, output_final_state, chunk_size, segments, out
-    return run(q, k, v, decay, *rest, trusting=False)
-
-
-def issue(
-    launcher: launch.Launcher,
-    plan: CallPlan,
-    function: Callable[..., Any],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    scale: float,
-    initial: Tensor | None,
-    final: Tensor | None,
-    packing: tuple[int, ...],
-    out: Tensor | None,
-    vectors: tuple[Tensor | None, ...] = (),
-) -> Tensor:
-    """Check the addresses of a call whose plan is known, launch it, and return its output."""
-    o = empty(plan.out_shape, OUT, plan.device) if out is None else out
-    initial_at = 0 if initial is None else initial.data_ptr()
-    addresses = (
-        *(q.data_ptr(), k.data_ptr(), v.data_ptr(), decay.data_ptr(), initial_at),
-        *(0 if out is None else out.data_ptr(), packing),
+    initial_at = 0 if initial_state is None else initial_state.data_ptr()
+    # fmt: off
+    places = (
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if out is None else out.data_ptr(),
+        decay.data_ptr(), initial_at,
     )
-    # The other tensors have no negative view at a known address, short of a private function:
-    # torch makes them from complex numbers, so they are f32 and every other element.
-    if addresses not in plan.known or decay.is_neg():
-        named = present(q, k, v, decay, initial, out)
-        _check_addresses(plan, named | index_vectors(*vectors) if vectors else named)
-        remember(plan.known, addresses)
-    if checked.active:
-        checked.readable(plan.name, launcher)
-        checked.slopes("decay", decay)
-    if decay.requires_grad:
+    # fmt: on
+    if (places != plan.latest and places not in plan.known) or checked.active:
+        tensors = present(q, k, v, decay, initial_state, out)
+        look_closer(NAME, launcher, plan, tensors, places)
+    if plan.detach:
         decay = decay.detach()
+    o = torch.empty(plan.out_shape, dtype=_BF16, device=plan.device) if out is None else out
+    final = (
+        torch.empty(plan.state_shape, dtype=_F32, device=plan.device)
+        if output_final_state
+        else None
+    )
     final_at = 0 if final is None else final.data_ptr()
+    view = o
     if plan.views is not None:
-        q, k, v, view = _restrided(plan.views, q, k, v, o)
-    else:
-        view = o
-    initial_b, initial_h, final_b, final_h = plan.state_strides
-    states = initial_at, initial_b, initial_h, final_at, final_b, final_h
+        q, k, v, view = restrided(plan.views, q, k, v, o)
+    initial_b, initial_h, final_b, final_h, batch, ctas = plan.numbers
+    # fmt: off
+    arguments = (
+        q, k, v, view, decay, initial_at, initial_b, initial_h, final_at, final_b, final_h,
+        0, 0, 0, 0, 0, batch, batch, ctas, scale,
+    )
+    # fmt: on
     guard = launcher.guard(plan.device)
     if guard is None:
-        function(q, k, v, view, decay, *states, *packing, scale)
+        function(*arguments)
     else:
         with guard:
-            function(q, k, v, view, decay, *states, *packing, scale)
-    return o
-
-
-def empty(shape: tuple[int, ...], spec: TensorSpec, device: torch.device) -> Tensor:
-    """A tensor with memory of its own, of the element type of ``spec``."""
-    return torch.empty(shape, dtype=spec.element.torch, device=device)
+            function(*arguments)
+    return o, final
 
 
 def _scalars(scale: Any, output_final_state: Any, chunk_size: Any, segments: Any) -> float:
@@ -326,9 +244,9 @@ def present(
     decay: Tensor,
     initial_state: Tensor | None,
     out: Tensor | None,
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor | None]:
     """The tensors that are there, by their name in the signature."""
-    tensors = {"q": q, "k": k, "v": v, "decay": decay}
+    tensors: dict[str, Tensor | None] = {"q": q, "k": k, "v": v, "decay": decay}
     if initial_state is not None:
         tensors["initial_state"] = initial_state
     if out is not None:
@@ -336,39 +254,49 @@ def present(
     return tensors
 
 
-def index_vectors(
-    cu_seqlens: Tensor | None, slots: Tensor | None, has_initial: Tensor | None
-) -> dict[str, Tensor]:
-    """The index vectors that are there, by their name in the signature."""
-    named = {"cu_seqlens": cu_seqlens, "slots": slots, "has_initial": has_initial}
-    return {name: tensor for name, tensor in named.items() if tensor is not None}
-
-
-def _plan(
+def look_closer(
+    name: str,
     launcher: launch.Launcher,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    initial_state: Tensor | None,
-    out: Tensor | None,
-) -> CallPlan:
+    plan: Plan,
+    tensors: dict[str, Tensor | None],
+    places: tuple[int, ...],
+) -> None:
+    """Check what a plan does not settle: addresses, and in checked mode the slopes.
+
+    Raises:
+        RuntimeError: checked mode inside a graph capture.
+        ValueError: as ``_calls.check_places``; slopes that ``linattn.checked`` refuses.
+    """
+    _calls.check_places(plan, tensors, places)
+    if checked.active:
+        decay = tensors["decay"]
+        assert decay is not None
+        checked.readable(name, launcher)
+        checked.slopes("decay", decay)
+
+
+def _plan(launcher: launch.Launcher, tensors: dict[str, Tensor | None]) -> Plan:
     """Validate a combination seen for the first time, and find what serves it."""
     checked.consult()
-    tensors = present(q, k, v, decay, initial_state, out)
     sizes = validate.check(LIGHTNING_FIXED, tensors, launcher.accepts)
+    out = tensors.get("o")
     if out is not None:
         validate.writes_once(OUT, out)
-    function, ctas = find(launcher, NAME, q.device, sizes)
+    function, ctas = find(launcher, NAME, tensors, sizes)
     batch = sizes["B"]
-    packing = (*NOT_PACKED, batch, batch, ctas)
-    return CallPlan(NAME, LIGHTNING_FIXED, function, tensors, batch, packing)
+    return Plan(LIGHTNING_FIXED, function, tensors, batch, (batch, ctas), ("o",))
 
 
 def find(
-    launcher: launch.Launcher, name: str, device: torch.device, sizes: dict[str, int]
+    launcher: launch.Launcher,
+    name: str,
+    tensors: dict[str, Tensor | None],
+    sizes: dict[str, int],
 ) -> tuple[Callable[..., Any] | None, int]:
     """The compiled function that serves a problem, None where nothing is launched; and its CTAs."""
+    q = tensors["q"]
+    assert q is not None
+    device = q.device
     arch = launcher.arch(device)
     processors = launcher.multiprocessors(device)
     operator = LIGHTNING_FIXED.operator
@@ -379,20 +307,20 @@ def find(
 
 
 def _launch_nothing(
-    plan: CallPlan,
+    plan: Plan,
     initial_state: Tensor | None,
     output_final_state: bool,
     out: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Results of a call without a token, a sequence or a head: the state is the initial one."""
-    o = empty(plan.out_shape, OUT, plan.device) if out is None else out
+    o = torch.empty(plan.out_shape, dtype=_BF16, device=plan.device) if out is None else out
     if not output_final_state:
         return o, None
-    final = empty(plan.state_shape, STATE, plan.device)
+    final = torch.empty(plan.state_shape, dtype=_F32, device=plan.device)
     return o, final.zero_() if initial_state is None else final.copy_(initial_state)
 
 
-def _restrided(views: Sequence[tuple[int, ...] | None], *tensors: Tensor) -> tuple[Tensor, ...]:
+def restrided(views: Sequence[tuple[int, ...] | None], *tensors: Tensor) -> tuple[Tensor, ...]:
     """The same tensors under the strides that the plan asks for."""
     return tuple(
         tensor if strides is None else tensor.as_strided(tensor.shape, strides)
@@ -400,60 +328,10 @@ def _restrided(views: Sequence[tuple[int, ...] | None], *tensors: Tensor) -> tup
     )
 
 
-def _refuse_grad(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    initial_state: Tensor | None,
-    out: Tensor | None,
-) -> None:
-    named = (("q", q), ("k", k), ("v", v), ("initial_state", initial_state), ("out", out))
-    validate.no_grad(named)
-
-
-def _check_addresses(plan: CallPlan, tensors: dict[str, Tensor]) -> None:
-    """Refuse tensors that are misaligned, negative, or written in the memory of another."""
-    places = {}
-    for name, tensor in tensors.items():
-        spec, at = plan.signature[name], tensor.data_ptr()
-        if at % spec.alignment:
-            validate.aligned(spec, tensor)
-        if tensor.is_neg():
-            validate.resolved(spec, tensor)
-        places[name] = (at, at + plan.spans[name])
-    for name in ("o", "initial_state") if plan.updates_states else ("o",):
-        at, end = places.get(name, (0, 0))
-        for other, (its, its_end) in places.items():
-            if at and its < end and at < its_end and other != name:
-                _refuse_overlap(plan, name, other, tensors)
-
-
-def _refuse_overlap(plan: CallPlan, name: str, other: str, tensors: dict[str, Tensor]) -> None:
-    """Raise if a tensor that is written shares an element with another one whose span it meets.
-
-    Distances that turned out fine are remembered.
-    """
-    written, tensor = tensors[name], tensors[other]
-    gap = (name, other, tensor.data_ptr() - written.data_ptr())
-    if gap in plan.known_gaps:
-        return
-    if not validate.disjoint(written, tensor):
-        label, its = plan.signature[name].label, plan.signature[other].label
-        raise value_error(label, f"a tensor that overlaps {its}", "memory of its own")
-    remember(plan.known_gaps, gap)
-
-
-def remember(known: set[Any], one: Any) -> None:
-    """Add to a set, which starts afresh when it is full."""
-    if len(known) >= _MAX_KNOWN:
-        known.clear()
-    known.add(one)
-
-
 def warm(function: Callable[..., Any], device: torch.device) -> None:
     """Launch a compiled configuration on one token, which loads its code onto the device."""
-    tensor = torch.zeros((1, 1, 1, HEAD_DIM), dtype=OUT.element.torch, device=device)
-    decay = torch.zeros(1, dtype=torch.float32, device=device)
+    tensor = torch.zeros((1, 1, 1, HEAD_DIM), dtype=_BF16, device=device)
+    decay = torch.zeros(1, dtype=_F32, device=device)
     states = (0, 0, 0, 0, 0, 0)
     out = torch.empty_like(tensor)
     function(tensor, tensor, tensor, out, decay, *states, *NOT_PACKED, 1, 1, 1, 1.0)
@@ -476,15 +354,12 @@ def _dispatched(
     out: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """``lightning_attn_fwd`` through torch's dispatcher."""
-    given: dict[str, Any] = present(q, k, v, decay, initial_state, out)
-    for name, tensor in given.items():
-        if not isinstance(tensor, Tensor):
-            spec = LIGHTNING_FIXED[name]
-            raise type_error(spec.label, type(tensor).__name__, f"a tensor {spec.shape_text}")
+    tensors = present(q, k, v, decay, initial_state, out)
+    _calls.refuse_others(LIGHTNING_FIXED, tensors)
     scale = _scalars(scale, output_final_state, chunk_size, segments)
     _library.no_tangent((("q", q), ("k", k), ("v", v), ("initial_state", initial_state)))
     if is_grad_enabled():
-        _refuse_grad(q, k, v, initial_state, out)
+        _calls.refuse_grad(LIGHTNING_FIXED, tensors)
     decay = decay.detach()
     op = torch.ops.linattn.lightning_attn_fwd
     if out is None:
@@ -504,7 +379,9 @@ def _functional(
     initial_state: Tensor | None,
     output_final_state: bool,
 ) -> tuple[Tensor, Tensor]:
-    o, final = run(q, k, v, decay, scale, initial_state, output_final_state, CHUNK, 1, None)
+    o, final = run(
+        q, k, v, decay, scale, initial_state, output_final_state, CHUNK, SEGMENTS, None, None
+    )
     return o, absent_state(q) if final is None else final
 
 
@@ -519,7 +396,9 @@ def _mutating(
     *,
     out: Tensor,
 ) -> Tensor:
-    _, final = run(q, k, v, decay, scale, initial_state, output_final_state, CHUNK, 1, out)
+    _, final = run(
+        q, k, v, decay, scale, initial_state, output_final_state, CHUNK, SEGMENTS, out, None
+    )
     return absent_state(q) if final is None else final
 
 
@@ -534,7 +413,7 @@ def _fake_functional(
 ) -> tuple[Tensor, Tensor]:
     tensors = present(q, k, v, decay, initial_state, None)
     sizes = validate.check(LIGHTNING_FIXED, tensors, accept_any, layout=False)
-    o = empty((sizes["B"], sizes["T"], sizes["HV"], HEAD_DIM), OUT, q.device)
+    o = torch.empty((sizes["B"], sizes["T"], sizes["HV"], HEAD_DIM), dtype=_BF16, device=q.device)
     return o, _fake_state(sizes, q, output_final_state)
 
 
@@ -557,12 +436,12 @@ def _fake_mutating(
 def _fake_state(sizes: dict[str, int], q: Tensor, wanted: bool) -> Tensor:
     if not wanted:
         return absent_state(q)
-    return empty((sizes["B"], sizes["HV"], HEAD_DIM, HEAD_DIM), STATE, q.device)
+    return torch.empty((sizes["B"], sizes["HV"], HEAD_DIM, HEAD_DIM), dtype=_F32, device=q.device)
 
 
 def absent_state(q: Tensor) -> Tensor:
     """What a registered operator returns for a state that nobody asked for: no elements."""
-    return empty((0,), STATE, q.device)
+    return torch.empty((0,), dtype=_F32, device=q.device)
 
 
 def accept_any(name: str, tensor: Tensor) -> None:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.nn import Parameter
 
-from linattn.errors import type_error, value_error
+from linattn.errors import value_error
 from linattn.host import checked, dispatch, launch, validate
 from linattn.host.signature import LIGHTNING_PACKED
 from linattn.host.validate import LARGEST_SCALE
-from linattn.ops import _library, lightning
-from linattn.ops.lightning import CHUNK, HEAD_DIM, OUT, STATE, CallPlan, empty
+from linattn.ops import _calls, _library, lightning
+from linattn.ops.lightning import CHUNK, HEAD_DIM, OUT, SEGMENTS, Plan
 
 NAME = "lightning_attn_fwd_varlen"
 
 _POOL = LIGHTNING_PACKED["initial_state"]
+_LEAST_SCALE = -LARGEST_SCALE
+_BF16, _F32 = torch.bfloat16, torch.float32
 
 
 def lightning_attn_fwd_varlen(
@@ -34,7 +36,7 @@ def lightning_attn_fwd_varlen(
     persistent: bool = True,
     *,
     has_initial_state: Tensor | None = None,
-    segments: int | str = 1,
+    segments: int | str = SEGMENTS,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal linear attention with a decay a head, over sequences packed one behind the other.
@@ -87,54 +89,17 @@ def lightning_attn_fwd_varlen(
         RuntimeError: a first call inside a CUDA-graph capture, see ``linattn.warm_up``; a capture
             in checked mode.
     """
-    if (
-        type(q) is Tensor
-        and type(k) is Tensor
-        and type(v) is Tensor
-        and (type(decay) is Tensor or type(decay) is Parameter)
-        and type(cu_seqlens) is Tensor
-        and (state_pool is None or type(state_pool) is Tensor)
-        and (initial_state_indices is None or type(initial_state_indices) is Tensor)
-        and (has_initial_state is None or type(has_initial_state) is Tensor)
-        and (out is None or type(out) is Tensor)
-        and _library.eager()
-    ):
+    if _library.eager():
         # fmt: off
         return run(
             q, k, v, decay, cu_seqlens, scale, state_pool, initial_state_indices, chunk_size,
-            persistent, has_initial_state, segments, out,
+            persistent, has_initial_state, segments, out, _dispatched,
         )
         # fmt: on
     return _dispatched(
         *(q, k, v, decay, cu_seqlens, scale, state_pool, initial_state_indices),
         *(chunk_size, persistent, has_initial_state, segments, out),
     )
-
-
-class PackedPlan(CallPlan):
-    """A ``CallPlan`` of a packed call.
-
-    Attributes:
-        cu_wide, slots_wide: whether the index vectors are 64-bit, as 0 or 1.
-    """
-
-    updates_states = True
-
-    __slots__ = ("cu_wide", "slots_wide")
-
-    def __init__(
-        self,
-        function: Callable[..., Any] | None,
-        tensors: dict[str, Tensor],
-        states: int,
-        packing: tuple[int, ...],
-    ) -> None:
-        super().__init__(NAME, LIGHTNING_PACKED, function, tensors, states, packing)
-        slots = tensors.get("slots")
-        self.cu_wide = int(tensors["cu_seqlens"].dtype is torch.int64)
-        self.slots_wide = int(slots is not None and slots.dtype is torch.int64)
-        if "initial_state" in tensors:
-            self.state_strides = 2 * self.state_strides[:2]
 
 
 def run(
@@ -151,152 +116,150 @@ def run(
     has_initial: Tensor | None,
     segments: int | str,
     out: Tensor | None,
-    trusting: bool = True,
+    elsewhere: Callable[..., tuple[Tensor, Tensor]] | None,
 ) -> tuple[Tensor, Tensor]:
     """``lightning_attn_fwd_varlen`` without torch's dispatcher: the path of every eager call.
 
-    It works as ``lightning.run`` does, ``trusting`` included. What is passed by address is nothing
-    that a compiled function can check, so all of it is in either key; devices by the number that
-    tells one GPU from another.
+    It works as ``lightning.run`` does.
     """
     if (
         type(scale) is not float
-        or not -LARGEST_SCALE <= scale <= LARGEST_SCALE
-        or type(chunk_size) is not int
-        or chunk_size != CHUNK
-        or type(segments) is not int
-        or segments != 1
-        or type(persistent) is not bool
+        or not _LEAST_SCALE <= scale <= LARGEST_SCALE
+        or chunk_size is not CHUNK
+        or segments is not SEGMENTS
+        or (persistent is not True and persistent is not False)
     ):
         scale = _scalars(scale, persistent, chunk_size, segments)
-    if is_grad_enabled():
-        _refuse_grad(q, k, v, state_pool, out)
     launcher = launch.current()
-    trusting = (
-        trusting
-        and launcher.function_checks
-        and q.is_contiguous()
-        and k.is_contiguous()
-        and v.is_contiguous()
-        and decay.is_contiguous()
-        and (out is None or out.is_contiguous())
-    )
-    tensors = q, k, v, decay, cu_seqlens, state_pool, slots, has_initial, out
-    # fmt: off
-    key: tuple[Any, ...]
-    if trusting:
-        key = (
-            NAME, persistent, out is None, q.shape, v.shape, decay.shape, q.get_device(),
-            cu_seqlens.shape, cu_seqlens.dtype, cu_seqlens.get_device(),
-            cu_seqlens.is_contiguous(),
-            None if state_pool is None else (
-                state_pool.shape, state_pool.stride(), state_pool.dtype, state_pool.get_device()
-            ),
-            None if slots is None else (
-                slots.shape, slots.dtype, slots.get_device(), slots.is_contiguous()
-            ),
-            None if has_initial is None else (
-                has_initial.shape, has_initial.dtype, has_initial.get_device(),
-                has_initial.is_contiguous(),
-            ),
+    # The tensors that are there, as in ``_present``.
+    if state_pool is not None and slots is not None and has_initial is not None and out is not None:
+        form: Hashable = NAME if persistent else (NAME, False)
+        # fmt: off
+        given: tuple[Tensor, ...] = (
+            q, k, v, decay, state_pool, out, cu_seqlens, slots, has_initial
         )
+        # fmt: on
     else:
-        key = NAME, persistent, *map(_layout, tensors)
-    # fmt: on
-    plan: PackedPlan | None = launcher.plans.get(key)
+        absent = state_pool is None, out is None, slots is None, has_initial is None
+        form = (NAME, persistent, *absent)
+        given = (q, k, v, decay)
+        if state_pool is not None:
+            given += (state_pool,)
+        given += (cu_seqlens,) if out is None else (out, cu_seqlens)
+        if slots is not None:
+            given += (slots,)
+        if has_initial is not None:
+            given += (has_initial,)
+    plan: Plan | None = launcher.plans.get(form)
+    if plan is None or not plan.matches(*given):
+        plan = _calls.recall(launcher, form, given)
     if plan is None:
-        plan = _plan(launcher, persistent, *tensors)
-        launcher.remember(key, plan)
-    function = plan.function
-    if function is None and not trusting:
-        o = empty(plan.out_shape, OUT, plan.device) if out is None else out
-        return o, empty(plan.state_shape, STATE, plan.device) if state_pool is None else state_pool
-    if function is not None:
-        try:
-            state = state_pool
-            if state is None:
-                state = empty(plan.state_shape, STATE, plan.device)
-            if checked.active:
-                _check_contents(launcher, cu_seqlens, plan.out_shape[1], slots, len(state))
+        tensors = _present(q, k, v, decay, cu_seqlens, state_pool, slots, has_initial, out)
+        if elsewhere is not None and not _calls.plain(tensors):
             # fmt: off
-            packing = (
-                cu_seqlens.data_ptr(), plan.cu_wide,
-                0 if slots is None else slots.data_ptr(), plan.slots_wide,
-                0 if has_initial is None else has_initial.data_ptr(),
-                *plan.packing,
-            )
-            o = lightning.issue(
-                launcher, plan, function, q, k, v, decay, scale, state_pool, state, packing, out,
-                (cu_seqlens, slots, has_initial),
+            return elsewhere(
+                q, k, v, decay, cu_seqlens, scale, state_pool, slots, chunk_size, persistent,
+                has_initial, segments, out,
             )
             # fmt: on
-            return o, state
-        except (TypeError, ValueError):  # what compiled functions refuse arguments with
-            if not trusting:
-                raise
-    rest = chunk_size, persistent, has_initial, segments, out
-    return run(q, k, v, decay, cu_seqlens, scale, state_pool, slots, *rest, trusting=False)
-
-
-def _layout(tensor: Tensor | None) -> tuple[Any, ...] | None:
-    """What validation depends on of a tensor."""
-    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        build = partial(_plan, launcher, persistent, tensors)
+        plan = _calls.find(launcher, form, LIGHTNING_PACKED, tensors, build)
+    if plan.grads and is_grad_enabled():
+        tensors = _present(q, k, v, decay, cu_seqlens, state_pool, slots, has_initial, out)
+        _calls.refuse_grad(LIGHTNING_PACKED, tensors)
+    function = plan.function
+    if function is None:
+        o = torch.empty(plan.out_shape, dtype=_BF16, device=plan.device) if out is None else out
+        return o, torch.empty(
+            plan.state_shape, dtype=_F32, device=plan.device
+        ) if state_pool is None else state_pool
+    pool_at = 0 if state_pool is None else state_pool.data_ptr()
+    cu_at = cu_seqlens.data_ptr()
+    slots_at = 0 if slots is None else slots.data_ptr()
+    known_at = 0 if has_initial is None else has_initial.data_ptr()
+    # fmt: off
+    places = (
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if out is None else out.data_ptr(),
+        decay.data_ptr(), pool_at, 0, cu_at, slots_at, known_at,
+    )
+    # fmt: on
+    if (places != plan.latest and places not in plan.known) or checked.active:
+        tensors = _present(q, k, v, decay, cu_seqlens, state_pool, slots, has_initial, out)
+        lightning.look_closer(NAME, launcher, plan, tensors, places)
+        if checked.active:
+            _check_contents(cu_seqlens, plan.out_shape[1], slots, state_pool)
+    if plan.detach:
+        decay = decay.detach()
+    o = torch.empty(plan.out_shape, dtype=_BF16, device=plan.device) if out is None else out
+    state = (
+        torch.empty(plan.state_shape, dtype=_F32, device=plan.device)
+        if state_pool is None
+        else state_pool
+    )
+    state_at = state.data_ptr() if state_pool is None else pool_at
+    view = o
+    if plan.views is not None:
+        q, k, v, view = lightning.restrided(plan.views, q, k, v, o)
+    # fmt: off
+    (
+        pool_n, pool_h, state_n, state_h, cu_wide, slots_wide, sequences, slots_there, ctas,
+    ) = plan.numbers
+    arguments = (
+        q, k, v, view, decay, pool_at, pool_n, pool_h, state_at, state_n, state_h,
+        cu_at, cu_wide, slots_at, slots_wide, known_at, sequences, slots_there, ctas, scale,
+    )
+    # fmt: on
+    guard = launcher.guard(plan.device)
+    if guard is None:
+        function(*arguments)
+    else:
+        with guard:
+            function(*arguments)
+    return o, state
 
 
 def _check_contents(
-    launcher: launch.Launcher, cu_seqlens: Tensor, tokens: int, slots: Tensor | None, pool: int
+    cu_seqlens: Tensor, tokens: int, slots: Tensor | None, state_pool: Tensor | None
 ) -> None:
     """Checked mode, for what only packed calls have."""
-    checked.readable(NAME, launcher)
     checked.offsets(LIGHTNING_PACKED["cu_seqlens"].label, cu_seqlens, tokens)
-    if slots is not None:
-        checked.indices(LIGHTNING_PACKED["slots"].label, slots, pool)
+    if slots is not None and state_pool is not None:
+        checked.indices(LIGHTNING_PACKED["slots"].label, slots, len(state_pool))
 
 
-def _plan(
-    launcher: launch.Launcher,
-    persistent: bool,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    cu_seqlens: Tensor,
-    state_pool: Tensor | None,
-    slots: Tensor | None,
-    has_initial: Tensor | None,
-    out: Tensor | None,
-) -> PackedPlan:
+def _plan(launcher: launch.Launcher, persistent: bool, tensors: dict[str, Tensor | None]) -> Plan:
     """Validate a combination seen for the first time, and find what serves it."""
     checked.consult()
-    tensors = _present(q, k, v, decay, cu_seqlens, state_pool, slots, has_initial, out)
     sizes = validate.check(LIGHTNING_PACKED, tensors, launcher.accepts)
-    slots_known = _relate(sizes, state_pool, slots, has_initial)
-    if out is not None:
-        validate.writes_once(OUT, out)
-    if state_pool is not None:
-        validate.writes_once(_POOL, state_pool)
+    slots_known = _relate(sizes, tensors)
+    for spec in (OUT, _POOL):
+        written = tensors.get(spec.name)
+        if written is not None:
+            validate.writes_once(spec, written)
     problem = {letter: sizes[letter] for letter in ("N", "T", "H", "HV")}
     problem["persistent"] = int(persistent)
-    function, ctas = lightning.find(launcher, NAME, q.device, problem)
+    function, ctas = lightning.find(launcher, NAME, tensors, problem)
+    wide = [_wide(tensors.get(name)) for name in ("cu_seqlens", "slots")]
     states = sizes["N"]
-    return PackedPlan(function, tensors, states, (states, slots_known, ctas))
+    rest = (*wide, states, slots_known, ctas)
+    return Plan(LIGHTNING_PACKED, function, tensors, states, rest, (OUT.name, _POOL.name))
 
 
-def _relate(
-    sizes: dict[str, int],
-    state_pool: Tensor | None,
-    slots: Tensor | None,
-    has_initial: Tensor | None,
-) -> int:
+def _wide(vector: Tensor | None) -> int:
+    """Whether the elements of an index vector are 64-bit, as 0 or 1."""
+    return int(vector is not None and vector.dtype is torch.int64)
+
+
+def _relate(sizes: dict[str, int], tensors: dict[str, Tensor | None]) -> int:
     """Check what index vectors need of a pool; return its number of slots, N for a fresh one."""
     sequences = sizes["N"]
-    if state_pool is None:
-        for name, tensor in (("slots", slots), ("has_initial", has_initial)):
-            if tensor is not None:
+    if "initial_state" not in tensors:
+        for name in ("slots", "has_initial"):
+            if name in tensors:
                 raise value_error(LIGHTNING_PACKED[name].label, "a tensor", "a state_pool with it")
         return sequences
     pool = sizes["P"]
-    if slots is None and pool < sequences:
+    if "slots" not in tensors and pool < sequences:
         raise value_error(
             _POOL.label,
             f"P = {pool} slots",
@@ -323,29 +286,15 @@ def _present(
     slots: Tensor | None,
     has_initial: Tensor | None,
     out: Tensor | None,
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor | None]:
     """The tensors that are there, by their name in the signature."""
     tensors = lightning.present(q, k, v, decay, state_pool, out)
-    return tensors | lightning.index_vectors(cu_seqlens, slots, has_initial)
-
-
-def _refuse_grad(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state_pool: Tensor | None,
-    out: Tensor | None,
-) -> None:
-    """Refuse tensors that require grad; call it while grad mode is on."""
-    if (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (state_pool is not None and state_pool.requires_grad)
-        or (out is not None and out.requires_grad)
-    ):
-        named = (("q", q), ("k", k), ("v", v), (_POOL.label, state_pool), ("out", out))
-        validate.no_grad(named)
+    tensors["cu_seqlens"] = cu_seqlens
+    if slots is not None:
+        tensors["slots"] = slots
+    if has_initial is not None:
+        tensors["has_initial"] = has_initial
+    return tensors
 
 
 # ---------------------------------------------------------------------------------------------
@@ -368,16 +317,12 @@ def _dispatched(
     out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """``lightning_attn_fwd_varlen`` through torch's dispatcher."""
-    given: dict[str, Any] = {"cu_seqlens": cu_seqlens}  # which, unlike others, may not be None
-    given |= _present(q, k, v, decay, cu_seqlens, state_pool, slots, has_initial, out)
-    for name, tensor in given.items():
-        if not isinstance(tensor, Tensor):
-            spec = LIGHTNING_PACKED[name]
-            raise type_error(spec.label, type(tensor).__name__, f"a tensor {spec.shape_text}")
+    tensors = _present(q, k, v, decay, cu_seqlens, state_pool, slots, has_initial, out)
+    _calls.refuse_others(LIGHTNING_PACKED, tensors)
     scale = _scalars(scale, persistent, chunk_size, segments)
     _library.no_tangent((("q", q), ("k", k), ("v", v), ("state_pool", state_pool)))
     if is_grad_enabled():
-        _refuse_grad(q, k, v, state_pool, out)
+        _calls.refuse_grad(LIGHTNING_PACKED, tensors)
     decay = decay.detach()
     op = torch.ops.linattn.lightning_attn_fwd_varlen
     inputs = q, k, v, decay, cu_seqlens, scale, state_pool, slots, has_initial, persistent
@@ -400,7 +345,7 @@ def _functional(
     has_initial: Tensor | None,
     persistent: bool,
 ) -> tuple[Tensor, Tensor]:
-    scalars = CHUNK, persistent, has_initial, 1, None
+    scalars = CHUNK, persistent, has_initial, SEGMENTS, None, None
     o, state = run(q, k, v, decay, cu_seqlens, scale, state_pool, slots, *scalars)
     return o, state if state_pool is None else lightning.absent_state(q)
 
@@ -419,7 +364,7 @@ def _mutating(
     *,
     out: Tensor,
 ) -> Tensor:
-    scalars = CHUNK, persistent, has_initial, 1, out
+    scalars = CHUNK, persistent, has_initial, SEGMENTS, out, None
     _, state = run(q, k, v, decay, cu_seqlens, scale, state_pool, slots, *scalars)
     return state if state_pool is None else lightning.absent_state(q)
 
@@ -438,7 +383,7 @@ def _fake_functional(
 ) -> tuple[Tensor, Tensor]:
     tensors = q, k, v, decay, cu_seqlens, state_pool, slots, has_initial
     sizes = _fake_sizes(*tensors, None)
-    o = empty((1, sizes["T"], sizes["HV"], HEAD_DIM), OUT, q.device)
+    o = torch.empty((1, sizes["T"], sizes["HV"], HEAD_DIM), dtype=_BF16, device=q.device)
     return o, _fake_state(sizes, q, state_pool)
 
 
@@ -473,14 +418,14 @@ def _fake_sizes(
 ) -> dict[str, int]:
     tensors = _present(q, k, v, decay, cu_seqlens, state_pool, slots, has_initial, out)
     sizes = validate.check(LIGHTNING_PACKED, tensors, lightning.accept_any, layout=False)
-    _relate(sizes, state_pool, slots, has_initial)
+    _relate(sizes, tensors)
     return sizes
 
 
 def _fake_state(sizes: dict[str, int], q: Tensor, state_pool: Tensor | None) -> Tensor:
     if state_pool is not None:
         return lightning.absent_state(q)
-    return empty((sizes["N"], sizes["HV"], HEAD_DIM, HEAD_DIM), STATE, q.device)
+    return torch.empty((sizes["N"], sizes["HV"], HEAD_DIM, HEAD_DIM), dtype=_F32, device=q.device)
 
 
 _ARGUMENTS = (

@@ -263,10 +263,7 @@ def warm(function: Any, device: torch.device, operator: str) -> None:
 
 
 def _check_tensors(signature: Any, tensors: _calls.Tensors) -> None:
-    for name, tensor in tensors.items():
-        spec = signature[name]
-        if not isinstance(tensor, Tensor) and not (tensor is None and spec.optional):
-            raise type_error(spec.label, type(tensor).__name__, f"a tensor {spec.shape_text}")
+    _calls.refuse_others(signature, tensors)
     if is_grad_enabled():
         _calls.refuse_grad(signature, tensors)
 
