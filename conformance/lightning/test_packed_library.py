@@ -116,6 +116,20 @@ def test_dynamic_shapes_are_one_graph() -> None:
     assert len(graphs) == 1
 
 
+@COMPILE
+@pytest.mark.usefixtures("reference")
+@pytest.mark.parametrize("name", ["q", "state_pool"])
+def test_compile_refuses_inputs_that_require_grad(name: str) -> None:
+    torch.compiler.reset()
+    given = inputs()
+    given[name].requires_grad_()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=f"{name}.*requires grad"):
+        compiled(**given)
+    with torch.no_grad():
+        compiled(**given)
+
+
 @FAKE
 @pytest.mark.dispatch
 def test_fake_tensors(reference: ReferenceLauncher) -> None:
