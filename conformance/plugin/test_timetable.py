@@ -75,6 +75,8 @@ def test_a_table_for_each_test(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert claims.main(["timings", file]) == 0
     how = "CUDA-graph replay, the same inputs, median of 2 fresh processes, microseconds."
     assert capsys.readouterr().out.splitlines() == [
+        f"On NVIDIA H200, {ORIGIN}:",
+        "",
         f"`{TEST}`: {how}",
         "",
         "| row | ours | peer | limit | of peer |",
@@ -82,15 +84,11 @@ def test_a_table_for_each_test(tmp_path: Path, capsys: pytest.CaptureFixture[str
         "| short | 10.0 | 40.0 | 50 | 0.25 (<= 0.5) |",
         "| long | 100.0 | 200.0 | 150 | 0.50 (<= 0.5) |",
         "",
-        f"NVIDIA H200: {ORIGIN}.",
-        "",
         f"`suite/test_speed.py::test_other`: {how}",
         "",
         "| row | ours | peer | of peer |",
         "| --- | --- | --- | --- |",
         "| - | 3.0 | 4.0 | 0.75 (<= 0.5) |",
-        "",
-        f"NVIDIA H200: {ORIGIN}.",
     ]
 
 

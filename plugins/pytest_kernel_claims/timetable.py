@@ -24,10 +24,11 @@ def tables(runs: list[dict[str, Any]]) -> str:
         for node, record in run.get("timings", {}).items():
             function, _, row = node.partition("[")
             tests.setdefault(function, {})[row.removesuffix("]")] = record
+        lines += [f"On {_machine(run)}, {merge.origin(run)}:", ""]
         for function, rows in tests.items():
             lines += [f"`{function}`: {_method(function, rows)}.", ""]
             lines += _table(rows) if len(rows) <= LONGEST else _fold(rows)
-            lines += [*_sets(run, function), "", f"{_machine(run)}: {merge.origin(run)}.", ""]
+            lines += [*_sets(run, function), ""]
     return "\n".join(lines[:-1]) + "\n"
 
 
