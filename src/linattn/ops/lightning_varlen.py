@@ -118,10 +118,7 @@ def run(
     out: Tensor | None,
     elsewhere: Callable[..., tuple[Tensor, Tensor]] | None,
 ) -> tuple[Tensor, Tensor]:
-    """``lightning_attn_fwd_varlen`` without torch's dispatcher: the path of every eager call.
-
-    It works as ``lightning.run`` does.
-    """
+    """``lightning_attn_fwd_varlen`` without torch's dispatcher, as ``lightning.run``."""
     if (
         type(scale) is not float
         or not _LEAST_SCALE <= scale <= LARGEST_SCALE
@@ -131,7 +128,6 @@ def run(
     ):
         scale = _scalars(scale, persistent, chunk_size, segments)
     launcher = launch.current()
-    # The tensors that are there, as in ``_present``.
     if state_pool is not None and slots is not None and has_initial is not None and out is not None:
         form: Hashable = NAME if persistent else (NAME, False)
         # fmt: off
@@ -140,16 +136,9 @@ def run(
         )
         # fmt: on
     else:
-        absent = state_pool is None, out is None, slots is None, has_initial is None
-        form = (NAME, persistent, *absent)
-        given = (q, k, v, decay)
-        if state_pool is not None:
-            given += (state_pool,)
-        given += (cu_seqlens,) if out is None else (out, cu_seqlens)
-        if slots is not None:
-            given += (slots,)
-        if has_initial is not None:
-            given += (has_initial,)
+        form, given = _form(
+            persistent, (q, k, v, decay), state_pool, out, cu_seqlens, slots, has_initial
+        )
     plan: Plan | None = launcher.plans.get(form)
     if plan is None or not plan.matches(*given):
         plan = _calls.recall(launcher, form, given)
@@ -169,10 +158,7 @@ def run(
         _calls.refuse_grad(LIGHTNING_PACKED, tensors)
     function = plan.function
     if function is None:
-        o = torch.empty(plan.out_shape, dtype=_BF16, device=plan.device) if out is None else out
-        return o, torch.empty(
-            plan.state_shape, dtype=_F32, device=plan.device
-        ) if state_pool is None else state_pool
+        return _launch_nothing(plan, state_pool, out)
     pool_at = 0 if state_pool is None else state_pool.data_ptr()
     cu_at = cu_seqlens.data_ptr()
     slots_at = 0 if slots is None else slots.data_ptr()
@@ -191,12 +177,10 @@ def run(
     if plan.detach:
         decay = decay.detach()
     o = torch.empty(plan.out_shape, dtype=_BF16, device=plan.device) if out is None else out
-    state = (
-        torch.empty(plan.state_shape, dtype=_F32, device=plan.device)
-        if state_pool is None
-        else state_pool
-    )
-    state_at = state.data_ptr() if state_pool is None else pool_at
+    state, state_at = state_pool, pool_at
+    if state is None:
+        state = torch.empty(plan.state_shape, dtype=_F32, device=plan.device)
+        state_at = state.data_ptr()
     view = o
     if plan.views is not None:
         q, k, v, view = lightning.restrided(plan.views, q, k, v, o)
@@ -216,6 +200,36 @@ def run(
         with guard:
             function(*arguments)
     return o, state
+
+
+def _form(
+    persistent: bool,
+    always: tuple[Tensor, ...],
+    state_pool: Tensor | None,
+    out: Tensor | None,
+    cu_seqlens: Tensor,
+    slots: Tensor | None,
+    has_initial: Tensor | None,
+) -> tuple[Hashable, tuple[Tensor, ...]]:
+    """Which arguments a call has, and the tensors that are there, in the order of ``_present``."""
+    given = always if state_pool is None else (*always, state_pool)
+    given += (cu_seqlens,) if out is None else (out, cu_seqlens)
+    if slots is not None:
+        given += (slots,)
+    if has_initial is not None:
+        given += (has_initial,)
+    absent = state_pool is None, out is None, slots is None, has_initial is None
+    return (NAME, persistent, *absent), given
+
+
+def _launch_nothing(
+    plan: Plan, state_pool: Tensor | None, out: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """What a call without sequences or heads returns."""
+    o = torch.empty(plan.out_shape, dtype=_BF16, device=plan.device) if out is None else out
+    if state_pool is None:
+        state_pool = torch.empty(plan.state_shape, dtype=_F32, device=plan.device)
+    return o, state_pool
 
 
 def _check_contents(
