@@ -125,5 +125,9 @@ def test_verify_and_commit() -> None:
     for name, sizes in (("B", {"B": 65536, "H": 1}), ("H", {"B": 1, "H": 65536})):
         with pytest.raises(ValueError, match=f"{name}: got 65536, expected at most 65535"):
             linattn.explain("la_decode", arch="sm90", **sizes)
+    for name in ("la_decode_mtp", "la_verify_kvbuffer"):
+        for count in (0, 9):
+            with pytest.raises(ValueError, match=f"T: got {count}, expected 1 to 8"):
+                linattn.explain(name, arch="sm90", B=1, T=count, H=1)
     with pytest.raises(ValueError, match="commit: got 2, expected 0 or 1"):
         linattn.explain("la_verify_kvbuffer", arch="sm90", B=1, T=1, H=1, commit=2)

@@ -215,7 +215,10 @@ BAD: dict[str, tuple[str, Callable[[], dict[str, Any]], type[Exception], str]] =
         "q: got strides",
     ),
     "k none": (UPDATE, lambda: {"k_buffer": None}, TypeError, "k_buffer: got NoneType"),
-    "decay none": (VERIFY, lambda: {"decay": None}, TypeError, "decay: got NoneType"),
+    "decay none": (
+        VERIFY, lambda: {"decay": None}, TypeError,
+        r"decay: got NoneType, expected a tensor \[H\] or \[HV\]",
+    ),
     "pool number": (ONE, lambda: {"state_pool": 3}, TypeError, "state_pool: got int"),
     "out is q": (
         ONE,
@@ -261,6 +264,107 @@ def test_bad_input(case: str, host: Recorder) -> None:
         with pytest.raises(error, match=message):
             call(name, **change())
         assert len(host.launches) == warm
+
+
+def pool_and(*shape: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
+    """A pool of states, and a tensor that lies in its memory."""
+    pool = torch.zeros(P, HV, D, D)
+    count = torch.Size(shape).numel()
+    return pool, pool.view(dtype).flatten()[-count:].view(shape)
+
+
+def within_the_pool(name: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+    pool, inside = pool_and(*shape, dtype=dtype)
+    return {"state_pool": pool, name: inside}
+
+
+def drafts_inside_their_buffer() -> dict[str, Any]:
+    buffers = held()
+    return {**buffers, "k": buffers["k_buffer"][:B, :T]}
+
+
+def one_buffer() -> dict[str, Any]:
+    buffer = tokens(HV, P, 8)
+    return {"q": tokens(HV), "k": tokens(HV), "k_buffer": buffer, "v_buffer": buffer}
+
+
+LENGTHS = {"accepted_len": torch.tensor([1, 2])}
+OVERLAPPING: dict[str, tuple[str, Callable[[], dict[str, Any]], str]] = {
+    "one buffer": (VERIFY, one_buffer, "k_buffer: got a tensor that overlaps v_buffer"),
+    "drafts in their buffer": (
+        VERIFY, drafts_inside_their_buffer, "k_buffer: got a tensor that overlaps k"
+    ),
+    "buffer in the pool": (
+        VERIFY,
+        lambda: {**held(), **within_the_pool("k_buffer", P, 8, H, D)},
+        "k_buffer: got a tensor that overlaps state_pool",
+    ),
+    "drafts in a pool that is committed to": (
+        VERIFY,
+        lambda: {**held(), **LENGTHS, **within_the_pool("k", B, T, H, D)},
+        "state_pool: got a tensor that overlaps k",
+    ),
+    "steps in the pool": (
+        MTP,
+        lambda: within_the_pool("intermediate_states", 1, 2, HV, D, D, dtype=torch.float32)
+        | {"q": tokens(H, 1, 2), "k": tokens(H, 1, 2), "v": tokens(HV, 1, 2),
+           "out": tokens(HV, 1, 2), "state_indices": torch.tensor([0])},
+        "intermediate_states: got a tensor that overlaps state_pool",
+    ),
+    "v in the pool": (
+        ONE,
+        lambda: within_the_pool("v", B, HV, D),
+        "state_pool: got a tensor that overlaps v",
+    ),
+    "buffer in a pool that is stepped": (
+        UPDATE,
+        lambda: within_the_pool("k_buffer", P, 8, H, D),
+        "state_pool: got a tensor that overlaps k_buffer",
+    ),
+}  # fmt: skip
+
+
+@REFUSED
+@pytest.mark.parametrize("case", OVERLAPPING)
+def test_what_is_written_shares_no_memory(case: str, host: Recorder) -> None:
+    """Twice, for nothing of a refused call may be remembered."""
+    name, change, message = OVERLAPPING[case]
+    call(name)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"{message}, expected memory of its own"):
+            call(name, **change())
+    assert len(host.launches) == 1
+
+
+@PASSED
+def test_what_is_only_read_may_share_memory(host: Recorder) -> None:
+    """An input inside a pool that is not written, and pools of all layers side by side."""
+    call(MTP, update_state=False, **within_the_pool("k", B, T, H, D))
+    call(VERIFY, accepted_len=None, **within_the_pool("k", B, T, H, D))
+    layers = torch.zeros(P, 2, HV, D, D)
+    call(
+        MTP,
+        state_pool=layers[:, 0],
+        intermediate_states=layers[:B, None, 1].expand(B, 1, HV, D, D),
+        q=tokens(H, B, 1),
+        k=tokens(H, B, 1),
+        v=tokens(HV, B, 1),
+        out=tokens(HV, B, 1),
+    )
+    assert len(host.launches) == 3
+
+
+@REFUSED
+@pytest.mark.parametrize("name", [ONE, MTP, VERIFY, UPDATE])
+def test_freed_memory(name: str, host: Recorder) -> None:
+    """A tensor whose storage was resized to nothing, as offloaded weights are."""
+    call(name)
+    arguments = legal(name)
+    freed = "v_buffer" if name == UPDATE else "v"
+    arguments[freed].untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=f"{freed}: got a tensor without memory"):
+        call(name, **arguments)
+    assert len(host.launches) == 1
 
 
 @REFUSED
@@ -337,10 +441,10 @@ def test_more_addresses_than_are_remembered(
     assert [len(plan.known) for plan in plans.values()] == [4]
 
 
-# One object as several arguments: every set of them that shapes and dtypes allow. H == HV there.
+# One object as several arguments: every set of them that is only read and whose shapes and dtypes
+# allow it. H == HV there.
 SHARED = [
     *((name, *names) for name in (ONE, MTP, VERIFY) for names in ("qk", "qv", "kv", "qkv")),
-    (VERIFY, "k_buffer", "v_buffer"),
     (VERIFY, "state_indices", "accepted_len"),
     (VERIFY, "q", "k", "state_indices", "accepted_len"),
     (UPDATE, "k_buffer", "v_buffer"),

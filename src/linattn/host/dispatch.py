@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from linattn.device.tiling import HEAD_DIM
+from linattn.device.tiling import HEAD_DIM, MAX_TOKENS
 from linattn.errors import UnsupportedArchitecture, not_implemented, type_error, value_error
 from linattn.host import launch
 from linattn.host.arch import FAMILIES, Arch, ArchLike
@@ -63,12 +63,14 @@ class Function:
         derived: further letters, each with the one that it equals unless given; it must be a
             multiple of that one.
         switches: names of what may be 0 or 1, 0 unless given.
+        bounds: letters that are 1 at least, with the largest size that a call takes.
     """
 
     operator: str
     sizes: tuple[str, ...]
     derived: tuple[tuple[str, str], ...] = ()
     switches: tuple[str, ...] = ()
+    bounds: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -203,8 +205,12 @@ FUNCTIONS: dict[str, Function] = {
     "lightning_attn_fwd": Function("lightning_prefill", ("B", "T", "H"), (("HV", "H"),)),
     "lightning_attn_fwd_varlen": Function("lightning_prefill", ("N", "T", "H"), (("HV", "H"),)),
     "la_decode": Function("mtp_decode", ("B", "H"), (("HV", "H"),)),
-    "la_decode_mtp": Function("mtp_decode", ("B", "T", "H"), (("HV", "H"),)),
-    "la_verify_kvbuffer": Function("kvbuffer_verify", ("B", "T", "H"), (("HV", "H"),), ("commit",)),
+    "la_decode_mtp": Function(
+        "mtp_decode", ("B", "T", "H"), (("HV", "H"),), bounds=(("T", MAX_TOKENS),)
+    ),
+    "la_verify_kvbuffer": Function(
+        "kvbuffer_verify", ("B", "T", "H"), (("HV", "H"),), ("commit",), (("T", MAX_TOKENS),)
+    ),
     "la_state_update_kvbuffer": Function("state_update", ("B", "H"), (("HV", "H"),)),
 }
 """Every public function, by name."""
@@ -380,6 +386,9 @@ def _sizes(name: str, function: Function, shapes: Shapes) -> dict[str, int]:
             raise value_error(letter, size, "an int of at least 0")
         if letter in function.switches and size > 1:
             raise value_error(letter, size, "0 or 1")
+    for letter, most in function.bounds:
+        if not 1 <= shapes[letter] <= most:
+            raise value_error(letter, shapes[letter], f"1 to {most}")
     sizes = dict(shapes)
     for letter, base in function.derived:
         size = sizes.setdefault(letter, sizes[base])

@@ -243,6 +243,14 @@ class Signature:
         words += [flags[name] for name in self.flags]
         return array("q", words)
 
+    def shape_text(self, spec: TensorSpec) -> str:
+        """The shape of a tensor as documentation writes it, such as ``[H] or [HV]``."""
+        text = spec.shape_text
+        for name, options in self.choices:
+            if name in spec.dims:
+                text = " or ".join(text.replace(name, option) for option in options)
+        return text
+
     def __getitem__(self, name: str) -> TensorSpec:
         """The tensor called ``name``."""
         return next(spec for spec in self.tensors if spec.name == name)

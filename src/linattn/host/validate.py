@@ -51,7 +51,8 @@ def check(
         if tensor is None and spec.optional:
             continue
         if not isinstance(tensor, torch.Tensor):
-            raise type_error(spec.label, type(tensor).__name__, f"a tensor {spec.shape_text}")
+            expected = f"a tensor {signature.shape_text(spec)}"
+            raise type_error(spec.label, type(tensor).__name__, expected)
         present.append((spec, tensor))
     for spec, tensor in present:
         accepts(spec.label, tensor)
@@ -109,12 +110,8 @@ def _bind(
         for name in choices.get(dim, (symbol(dim)[0],)) if isinstance(dim, str) else ():
             if name in sizes and owner[name] != spec.label:
                 named.append(f"{name} = {sizes[name]} from {owner[name]}")
-    text = spec.shape_text
-    for name, options in choices.items():
-        if name in spec.dims:
-            text = " or ".join(text.replace(name, option) for option in options)
     known = f" with {', '.join(named)}" if named else ""
-    raise value_error(spec.label, f"shape {list(shape)}", text + known)
+    raise value_error(spec.label, f"shape {list(shape)}", signature.shape_text(spec) + known)
 
 
 def _relate(signature: Signature, sizes: dict[str, int], owner: dict[str, str]) -> None:

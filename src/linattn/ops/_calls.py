@@ -72,7 +72,7 @@ class Plan:
         function: Callable[..., Any] | None,
         tensors: Tensors,
         out_shape: tuple[int, ...],
-        written: Sequence[str] = ("o",),
+        written: Sequence[str],
     ) -> None:
         present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         decay = present["decay"]
@@ -108,8 +108,9 @@ class DraftPlan(Plan):
         sizes: Mapping[str, int],
         flags: Mapping[str, int],
         out_shape: tuple[int, ...],
+        written: Sequence[str],
     ) -> None:
-        super().__init__(signature, function, tensors, out_shape)
+        super().__init__(signature, function, tensors, out_shape, written)
         described = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         if out_shape and "o" not in described:  # strides of the one that each call makes
             described["o"] = torch.empty(out_shape, dtype=torch.bfloat16, device="meta")
@@ -149,7 +150,8 @@ def refuse_others(signature: Signature, tensors: Tensors) -> None:
             continue
         spec = signature[name]
         if tensor is not None or not spec.optional:
-            raise type_error(spec.label, type(tensor).__name__, f"a tensor {spec.shape_text}")
+            expected = f"a tensor {signature.shape_text(spec)}"
+            raise type_error(spec.label, type(tensor).__name__, expected)
 
 
 def recall(launcher: launch.Launcher, form: Hashable, given: Sequence[Tensor]) -> Any:
@@ -283,10 +285,13 @@ def check_places(plan: Plan, tensors: Tensors, places: tuple[int, ...]) -> None:
             at the end may be left out.
 
     Raises:
-        ValueError: a tensor that is misaligned; one that is written and shares a byte with another.
+        ValueError: a tensor that is misaligned, or whose memory has been freed; one that is written
+            and shares a byte with another.
     """
     if any(at % alignment for at, alignment in zip(places, plan.alignments)):
         _refuse_misaligned(plan.signature, tensors)
+    if not all(places) and plan.device.type != "meta":
+        _refuse_freed(plan.signature, tensors)
     for name, index in plan.written:
         start = places[index]
         end = start + plan.spans[index]
@@ -328,6 +333,14 @@ def _refuse_misaligned(signature: Signature, tensors: Tensors) -> None:
     for name, tensor in tensors.items():
         if tensor is not None:
             validate.aligned(signature[name], tensor)
+
+
+def _refuse_freed(signature: Signature, tensors: Tensors) -> None:
+    """Raise for a tensor with elements and no memory, such as an offloaded weight."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.numel() and not tensor.data_ptr():
+            label = signature[name].label
+            raise value_error(label, "a tensor without memory", "one whose storage is there")
 
 
 def _refuse_overlap(plan: Plan, name: str, tensors: Tensors) -> None:

@@ -170,7 +170,8 @@ def _decode_plan(
     function = _calls.function_of(launcher, MTP_DECODE.operator, name, decay.device, sizes)
     flags = {"update_state": int(update_state)}
     out_shape = out_shape_of(name, sizes)
-    return _calls.DraftPlan(MTP_DECODE, function, tensors, sizes, flags, out_shape)
+    written = ("o", "intermediate_states", *(("state_pool",) if update_state else ()))
+    return _calls.DraftPlan(MTP_DECODE, function, tensors, sizes, flags, out_shape, written)
 
 
 def out_shape_of(name: str, sizes: dict[str, int]) -> tuple[int, ...]:
@@ -326,17 +327,18 @@ def _verify_plan(launcher: launch.Launcher, tensors: dict[str, Tensor | None]) -
     sizes = _calls.check(KVBUFFER_VERIFY, tensors, launcher.accepts)
     decay = tensors["decay"]
     assert decay is not None
+    commits = tensors["accepted_len"] is not None
     function = _calls.function_of(
         launcher,
         KVBUFFER_VERIFY.operator,
         VERIFY,
         decay.device,
         sizes,
-        commit=int(tensors["accepted_len"] is not None),
+        commit=int(commits),
     )
-    return _calls.DraftPlan(
-        KVBUFFER_VERIFY, function, tensors, sizes, {}, out_shape_of(VERIFY, sizes)
-    )
+    written = ("o", "k_buffer", "v_buffer", *(("state_pool",) if commits else ()))
+    out_shape = out_shape_of(VERIFY, sizes)
+    return _calls.DraftPlan(KVBUFFER_VERIFY, function, tensors, sizes, {}, out_shape, written)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -425,4 +427,4 @@ def _update_plan(launcher: launch.Launcher, tensors: dict[str, Tensor | None]) -
     decay = tensors["decay"]
     assert decay is not None
     function = _calls.function_of(launcher, STATE_UPDATE.operator, UPDATE, decay.device, sizes)
-    return _calls.DraftPlan(STATE_UPDATE, function, tensors, sizes, {}, ())
+    return _calls.DraftPlan(STATE_UPDATE, function, tensors, sizes, {}, (), ("state_pool",))
