@@ -46,6 +46,7 @@ def record(ours: float, peer: float, limit: float | None = 50.0) -> dict[str, An
         "l2": "warm",
         "fresh": True,
         "required": 2,
+        "calls": 4,
         "implementations": {"peer": [process(peer)] * 2, "ours": [process(ours)] * 2},
         "figures": [{"name": "of peer", **ratio, **shared}, {"name": "us", **time, **shared}],
     }
@@ -55,6 +56,7 @@ def run_file(path: Path, timings: dict[str, Any], **more: Any) -> str:
     run = {
         "schema": claims.SCHEMA,
         "gpu": {"name": "NVIDIA H200", "sm": "sm90", "driver": "580"},
+        "emulator": None,
         "commit": "0123456789abcdef",
         "dirty": True,
         "torch": "2.11",
