@@ -543,7 +543,7 @@ def test_merge_sets_machines_side_by_side(
         "Verified nowhere: G3.",
     ]
     origin = "commit 0123456789ab with local changes, torch 2.11, driver 580, CuTe DSL 4.8.1"
-    assert f"- NVIDIA H200 (sm90): {origin}, 2026-05-01" in lines
+    assert f"- NVIDIA H200 (sm90), {Path(files[2]).name}: {origin}, 2026-05-01" in lines
 
 
 @pytest.mark.parametrize(
