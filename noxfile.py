@@ -77,10 +77,15 @@ def compare(session: nox.Session) -> None:
 
 @nox.session
 def evidence(session: nox.Session) -> None:
-    """Writes claims and timings of all recorded runs between the markers of the README."""
+    """Audits all recorded runs, then writes their claims and timings between the README's markers.
+
+    A run that differs from its readings stops the session before anything is written.
+    """
     runs = sorted(map(str, EVIDENCE.glob("*/*.json")))
     if not runs:
         session.error(f"evidence: no run in {EVIDENCE.relative_to(ROOT)}")
+    for run in runs:
+        claims(session, "audit", run)
     into = ("--into", "README.md", *session.posargs)
     claims(session, "merge", *into, *runs)
     claims(session, "timings", *into, *runs)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_kernel_claims import arch, claims, merge, provenance
+
+from .conftest import elsewhere
 
 if TYPE_CHECKING:
     from .conftest import Suite
@@ -354,7 +359,7 @@ def test_the_commit_comes_from_git(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "claims.json"
+    path = tmp_path / "claims.json"
     claims.write_json(path, {"figure": float("nan"), "list": [float("inf")]})
     assert json.loads(path.read_text()) == {"figure": "nan", "list": ["inf"]}
     before = path.read_text()
@@ -406,6 +411,90 @@ def test_required_claims(suite: Suite, required: str | None, status: int, told: 
         assert suite.json("claims.json")["exitstatus"] == status
 
 
+@pytest.mark.parametrize(
+    ("path", "told"), [("no/such/claims.json", "there is no folder"), (".", "it is a directory")]
+)
+def test_a_file_that_cannot_be_written_stops_the_run_at_its_start(
+    suite: Suite, path: str, told: str
+) -> None:
+    result = suite.write(ONE).run(f"--claims-json={path}")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: --claims-json: cannot write {path}: {told}*"])
+    assert "collected" not in result.stdout.str()
+
+
+SLEEPER = """
+    import os, pathlib, pytest, signal, time
+
+    pytestmark = pytest.mark.claim("A", "text")
+
+    def test_passes(): pass
+
+    def test_a_fork_ends_as_ever():
+        ready, tell = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(tell, b".")  # from here on the interpreter handles signals
+            time.sleep(60)
+            os._exit(0)
+        os.read(ready, 1)
+        os.kill(child, signal.SIGTERM)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+
+    @pytest.fixture
+    def slow_end():
+        yield
+        time.sleep(0.5)
+
+    def test_sleeps(slow_end):
+        pathlib.Path("asleep").touch()
+        time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("options", [["--claims-json=claims.json"], []])
+def test_a_time_limit_leaves_the_claims(
+    suite: Suite, load_plugin: tuple[str, ...], options: list[str]
+) -> None:
+    folder = suite.write(SLEEPER).pytester.path
+    command = [sys.executable, "-m", "pytest", *load_plugin, "-p", "no:cacheprovider", *options]
+    with subprocess.Popen(
+        command, cwd=folder, env=elsewhere(), stdout=subprocess.DEVNULL
+    ) as running:
+        deadline = time.monotonic() + 50
+        while not (folder / "asleep").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        # As `timeout` does: the second one arrives while the first is dealt with.
+        running.terminate()
+        time.sleep(0.2)
+        running.terminate()
+    if not options:
+        assert running.returncode == -signal.SIGTERM
+        return
+    assert running.returncode == pytest.ExitCode.INTERRUPTED
+    run = suite.json("claims.json")
+    claim = run["claims"]["A"]
+    assert (claim["verdict"], claim["counts"]) == ("partial", {"not run": 1, "passed": 2})
+    assert claim["tests"]["test_it.py::test_passes"]["outcome"] == "passed"
+    assert run["exitstatus"] == pytest.ExitCode.INTERRUPTED
+
+
+@pytest.mark.parametrize("theirs", [signal.SIG_DFL, signal.SIG_IGN])
+def test_the_handler_of_sigterm_is_the_old_one_afterwards(suite: Suite, theirs: Any) -> None:
+    before = signal.signal(signal.SIGTERM, theirs)
+    try:
+        suite.write(f"""
+            import signal
+            def test_it():
+                changed = signal.getsignal(signal.SIGTERM) is not signal.{theirs.name}
+                assert changed == {theirs is signal.SIG_DFL}
+        """)
+        suite.run("--claims-json=claims.json").assert_outcomes(passed=1)
+        assert signal.getsignal(signal.SIGTERM) is theirs
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 # --- merge ----------------------------------------------------------------------------------
 
 
@@ -454,7 +543,7 @@ def test_merge_sets_machines_side_by_side(
         "Verified nowhere: G3.",
     ]
     origin = "commit 0123456789ab with local changes, torch 2.11, driver 580, CuTe DSL 4.8.1"
-    assert f"- NVIDIA H200 (sm90): {origin}, 2026-05-01" in lines
+    assert f"- NVIDIA H200 (sm90), {Path(files[2]).name}: {origin}, 2026-05-01" in lines
 
 
 @pytest.mark.parametrize(

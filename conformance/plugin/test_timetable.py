@@ -46,6 +46,7 @@ def record(ours: float, peer: float, limit: float | None = 50.0) -> dict[str, An
         "l2": "warm",
         "fresh": True,
         "required": 2,
+        "calls": 4,
         "implementations": {"peer": [process(peer)] * 2, "ours": [process(ours)] * 2},
         "figures": [{"name": "of peer", **ratio, **shared}, {"name": "us", **time, **shared}],
     }
@@ -55,6 +56,7 @@ def run_file(path: Path, timings: dict[str, Any], **more: Any) -> str:
     run = {
         "schema": claims.SCHEMA,
         "gpu": {"name": "NVIDIA H200", "sm": "sm90", "driver": "580"},
+        "emulator": None,
         "commit": "0123456789abcdef",
         "dirty": True,
         "torch": "2.11",
@@ -70,25 +72,39 @@ def run_file(path: Path, timings: dict[str, Any], **more: Any) -> str:
 
 
 def test_a_table_for_each_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = {f"{TEST}[short]": record(10, 40), f"{TEST}[long]": record(100.04, 200, 150)}
+    rows = {f"{TEST}[short]": record(10, 40), f"{TEST}[long]": record(100.04, 201, 150)}
     file = run_file(tmp_path, {**rows, "suite/test_speed.py::test_other": record(3, 4, None)})
     assert claims.main(["timings", file]) == 0
     how = "CUDA-graph replay, the same inputs, median of 2 fresh processes, microseconds."
     assert capsys.readouterr().out.splitlines() == [
-        f"On NVIDIA H200, {ORIGIN}:",
+        f"On NVIDIA H200, 0.json, {ORIGIN}:",
         "",
         f"`{TEST}`: {how}",
         "",
         "| row | ours | peer | limit | of peer |",
         "| --- | --- | --- | --- | --- |",
         "| short | 10.0 | 40.0 | 50 | 0.25 (<= 0.5) |",
-        "| long | 100.0 | 200.0 | 150 | 0.50 (<= 0.5) |",
+        "| long | 100.0 | 201.0 | 150 | 0.50 (<= 0.5) |",
         "",
         f"`suite/test_speed.py::test_other`: {how}",
         "",
         "| row | ours | peer | of peer |",
         "| --- | --- | --- | --- |",
-        "| - | 3.0 | 4.0 | 0.75 (<= 0.5) |",
+        "| - | 3.0 | 4.0 | 0.75 (<= 0.5, missed) |",
+    ]
+
+
+def test_a_missed_limit_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    second = record(10, 40)
+    second["figures"].append({**second["figures"][1], "name": "tight", "limit": 9.5})
+    second["figures"][0] |= {"limit": 0.5, "better": "higher"}
+    rows = {"slow": record(24, 40, 22), "equal": record(20, 40, 20), "second": second}
+    file = run_file(tmp_path, {f"{TEST}[{row}]": one for row, one in rows.items()})
+    assert claims.main(["timings", file]) == 0
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "| slow | 24.0 | 40.0 | 22, missed | 0.60 (<= 0.5, missed) |",
+        "| equal | 20.0 | 40.0 | 20 | 0.50 (<= 0.5) |",
+        "| second | 10.0 | 40.0 | 9.5, missed | 0.25 (>= 0.5, missed) |",
     ]
 
 

@@ -6,7 +6,9 @@ collects and publishes verdicts, ``compare`` judges tensors, ``codegen`` reads m
 does so under compute-sanitizer.
 Timing: ``timing`` is the fixture, ``processes`` decides which process times what, ``events`` is
 what one process does, ``gpustate`` observes the GPU meanwhile, ``figures`` is the arithmetic.
-``merge`` and ``audit`` are commands on claims files; ``child`` runs tests again in a new process.
+``termination`` lets a run that a time limit ends write what it has.
+``merge`` and ``audit`` are commands on claims files; ``shapes`` says what they accept.
+``child`` runs tests again in a new process.
 Nothing here imports torch, numpy or CUDA state until a marker, option or fixture needs it.
 """
 

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pytest_kernel_claims import figures
+from pytest_kernel_claims import figures, shapes
 from pytest_kernel_claims.claims import Claim, Measurement, Row, finite
 from pytest_kernel_claims.merge import load
 
@@ -152,10 +152,11 @@ def run(options: argparse.Namespace) -> int:
     """Returns 0, or 1 when a file differs from its evidence. Raises ValueError."""
     wrong = False
     for path in options.files:
-        value = load(path)
+        value = load(path, shapes.EVIDENCE)
         try:
             found = list(differences(value))
-        except (KeyError, TypeError, AttributeError) as error:
+        except (ArithmeticError, LookupError, TypeError) as error:
+            # Each part is as it should be, but they do not belong together.
             found = [f"not readable as evidence: {type(error).__name__}: {error}"]
         wrong = wrong or bool(found)
         rows, claims = len(value.get("timings", {})), len(value["claims"])

@@ -351,9 +351,16 @@ class Collector:
         self.modules: Counter[str] = Counter()
         self.error: str | None = None
         self._claims_of_test: dict[str, list[Claim]] = {}
-        self._json: str | None = config.getoption("claims_json")
+        self._json = _writable(config.getoption("claims_json"))
         self._required = _read_required(config.getoption("require_claims"))
         self._source = provenance.source_state(config.rootpath) if self._json else {}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self) -> None:
+        if self._json:
+            from pytest_kernel_claims import termination
+
+            termination.as_interrupt(self.config)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.outcome != "passed":
@@ -415,7 +422,7 @@ class Collector:
         ):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self._json:
-            write_json(Path(self._json), self.as_json(int(session.exitstatus)))
+            write_json(self._json, self.as_json(int(session.exitstatus)))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -461,6 +468,26 @@ class Collector:
         if TIMINGS in self.config.stash:
             found["timings"] = self.config.stash[TIMINGS]
         return found
+
+
+def _writable(path: str | None) -> Path | None:
+    """The file of ``--claims-json``, wherever a test may change the folder to.
+
+    Raises pytest.UsageError when it cannot be written, before hours are spent on its content.
+    """
+    if path is None:
+        return None
+    target = Path(path).absolute()
+    reason = None
+    if target.is_dir():
+        reason = "it is a directory"
+    elif not target.parent.is_dir():
+        reason = f"there is no folder {target.parent}"
+    elif not os.access(target.parent, os.W_OK | os.X_OK):
+        reason = f"the folder {target.parent} is not writable"
+    if reason:
+        raise pytest.UsageError(f"--claims-json: cannot write {path}: {reason}")
+    return target
 
 
 def _read_required(path: str | None) -> list[str]:
@@ -541,7 +568,6 @@ def finite(value: Any) -> Any:
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write so that a reader sees the old file or the new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pytest_kernel_claims import shapes
 from pytest_kernel_claims.claims import SCHEMA
 
 BEGIN, END = "<!-- claims:begin -->", "<!-- claims:end -->"
@@ -65,7 +66,11 @@ def matrix(runs: list[dict[str, Any]]) -> str:
     for key in sorted(texts):
         lines.append(row(key, texts[key], *(column.cell(key)[1] for column in across)))
     lines.append("")
-    lines += [f"- {column.label}: {origin(run)}" for column in across for run in column.runs]
+    lines += [
+        f"- {column.label}, {run['file']}: {origin(run)}"
+        for column in across
+        for run in column.runs
+    ]
     return "\n".join(lines + list(_unproven(across, texts, needing))) + "\n"
 
 
@@ -106,14 +111,23 @@ def origin(run: dict[str, Any]) -> str:
     return f"{commit}, {versions}, {run['when'][:10]}"
 
 
-def load(path: str) -> dict[str, Any]:
-    """Read a file written by ``--claims-json``. Raises ValueError when it is not one."""
+def load(path: str, *more: Any) -> dict[str, Any]:
+    """Read a file written by ``--claims-json``. Raises ValueError, with the file's name, when it
+    is not one or is damaged; ``more`` are shapes (see ``shapes``) of what else will be read.
+
+    The run has one key more than its file: ``file``, the file's name without its folder.
+    """
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from None
     if not isinstance(value, dict) or value.get("schema") != SCHEMA:
         raise ValueError(f"{path}: expected a claims file of schema {SCHEMA}")
+    try:
+        shapes.check(value, *more)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    value["file"] = Path(path).name
     return value
 
 

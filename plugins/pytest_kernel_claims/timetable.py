@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pytest_kernel_claims import figures, merge
+from pytest_kernel_claims.claims import Measurement
 
 BEGIN, END = "<!-- timings:begin -->", "<!-- timings:end -->"
 LONGEST = 24
@@ -24,7 +25,7 @@ def tables(runs: list[dict[str, Any]]) -> str:
         for node, record in run.get("timings", {}).items():
             function, _, row = node.partition("[")
             tests.setdefault(function, {})[row.removesuffix("]")] = record
-        lines += [f"On {_machine(run)}, {merge.origin(run)}:", ""]
+        lines += [f"On {_machine(run)}, {run['file']}, {merge.origin(run)}:", ""]
         for function, rows in tests.items():
             lines += [f"`{function}`: {_method(function, rows)}.", ""]
             lines += _table(rows) if len(rows) <= LONGEST else _fold(rows)
@@ -82,15 +83,30 @@ def _median(record: Record, name: str) -> str:
 
 
 def _limit(record: Record) -> str:
-    found = [one["limit"] for one in record["figures"] if one["kind"] == "time"]
-    return "" if not found or found[0] is None else f"{found[0]:g}"
+    """The limit on a time; of several, the first that is missed."""
+    times = [one for one in record["figures"] if one["kind"] == "time"]
+    limited = [one for one in times if one["limit"] is not None]
+    missed = [one for one in limited if _missed(record, one)]
+    return "".join(f"{one['limit']:g}{_missed(record, one)}" for one in [*missed, *limited][:1])
 
 
 def _ratio(record: Record, figure: Mapping[str, Any]) -> str:
     sign = ">=" if figure["better"] == "higher" else "<="
-    limit = "" if figure["limit"] is None else f" ({sign} {figure['limit']:g})"
-    value = math.nan if figures.shortfall(record) else figures.evaluate(record, figure)
-    return f"{value:.2f}{limit}"
+    missed = _missed(record, figure)
+    limit = "" if figure["limit"] is None else f" ({sign} {figure['limit']:g}{missed})"
+    return f"{_value(record, figure):.2f}{limit}"
+
+
+def _value(record: Record, figure: Mapping[str, Any]) -> float:
+    """From the readings; NaN where too few of them count."""
+    return math.nan if figures.shortfall(record) else figures.evaluate(record, figure)
+
+
+def _missed(record: Record, figure: Mapping[str, Any]) -> str:
+    """Said after a limit that the figure is beyond. Readings that do not count miss nothing."""
+    value = _value(record, figure)
+    judged = Measurement(figure["name"], value, figure["limit"], better=figure["better"])
+    return ", missed" if judged.violated and not math.isnan(value) else ""
 
 
 def _fold(rows: Mapping[str, Record]) -> Iterator[str]:
