@@ -39,7 +39,7 @@ registers, transposed to [V, K], and a warpgroup owns 64 of its rows.
 
 | ring    | stages         | full                                  | empty                        |
 | ------- | -------------- | ------------------------------------- | ---------------------------- |
-| inputs  | config.stages  | 1 arrival by LOAD and the copies' bytes | 1 by each SCORE, STATE warp |
+| inputs  | config.stages  | 1 arrival by LOAD, bytes of its copies | 1 by each SCORE, STATE warp |
 | scores  | config.scores  | 4 arrivals by SCORE                   | 1 by each STATE warp         |
 | outputs | config.outputs | 1 arrival by each STATE warp          | 1 by STORE                   |
 | plans   | 1              | 1 arrival by PLAN, once               | never                        |
@@ -479,7 +479,7 @@ class LightningPrefillSm90:
     def slope_of(self, decay, batch, head):
         """Slope of a value head from a vector over those or over query/key heads."""
         if decay.shape[0] != batch.value_heads:
-            head = head // batch.by_group.divisor
+            head = head // batch.by_group.divisor  # the quick way costs STATE registers it lacks
         return decay[head]
 
     def transposed_load(self, mma, thread, sV, rV):
