@@ -4,7 +4,7 @@ Addresses and strides are 64-bit, strides in elements; a row's base is formed in
 the layouts on top of it stay small.
 """
 
-from cutlass import BFloat16, Float32, Int32, Int64, cute
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute
 
 from linattn.device.compat import AddressSpace
 
@@ -37,11 +37,17 @@ def pairs(address: Int64, offset, layout, align: int = 4) -> cute.Tensor:
     return words(address + Int64(offset) * (BFloat16.width // 8), 0, layout, align)
 
 
+def wide(coordinate) -> Int64:
+    """A coordinate, which is not negative, in 64 bits: without a sign that is one instruction less,
+    and its product with a stride two."""
+    return Int64(Uint32(coordinate))
+
+
 def offset_of(strides: tuple, *coordinates):
-    """64-bit sum of coordinate times stride."""
+    """64-bit sum of coordinate times stride; the coordinates are not negative."""
     total = Int64(0)
     for coordinate, stride in zip(coordinates, strides):
-        total = total + Int64(coordinate) * stride
+        total = total + wide(coordinate) * stride
     return total
 
 

@@ -6,7 +6,7 @@ those of the state. In between a thread holds pieces of four columns as pairs of
 """
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, cute
 
 from linattn.device import memory, ptx
 from linattn.device.tiling import MAX_TOKENS
@@ -36,7 +36,7 @@ def request(
         index = thread + n * threads
         row = index // pieces
         if row < tokens:
-            at = offset + Int64(row) * stride_t + (first + PIECE * (index % pieces))
+            at = offset + memory.wide(row) * stride_t + (first + PIECE * (index % pieces))
             bits = memory.pairs(address, at, cute.make_layout(2), 8)
             cute.autovec_copy(bits, held[None, n])
     return held
@@ -99,6 +99,6 @@ def write(
         index = thread + n * threads
         row = index // pieces
         if row < tokens:
-            at = offset + Int64(row) * stride_t + PIECE * (index % pieces)
+            at = offset + memory.wide(row) * stride_t + PIECE * (index % pieces)
             place = memory.pairs(address, at, cute.make_layout(2), 8)
             cute.autovec_copy(held[None, n], place)

@@ -6,8 +6,11 @@ a later product enumerates the same elements in the same order, so turning one i
 conversion register by register.
 """
 
-from cutlass import BFloat16, Float32, cute
+import cutlass
+from cutlass import BFloat16, Float32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
+
+from linattn.device import memory
 
 
 def issue(tiled_mma: cute.TiledMma, acc: cute.Tensor, a, b, accumulate: bool) -> None:
@@ -40,3 +43,27 @@ def thread_position(thread):
     """``(row, column)`` of accumulator register 0 of a thread: ``16 * w + g`` and ``2 * t``."""
     lane = thread % 32
     return (thread // 32) % 4 * 16 + lane // 4, lane % 4 * 2
+
+
+def store_rows(acc: cute.Tensor, thread, address: Int64, width: int) -> None:
+    """A 64-row accumulator to row-major FP32 rows of ``width`` elements at ``address``.
+
+    Neighbouring lanes trade pairs of columns, so that a lane writes 16 adjacent bytes and the four
+    of a row 64, where without the trade they were 8 and 32.
+    """
+    row, column = thread_position(thread)
+    even = thread % 2 == 0
+    # An even lane has its own pair and its neighbour's of 8 columns, an odd one of the 8 behind.
+    first = memory.wide(row) * width + column + cutlass.select_(even, 0, 6)
+    piece = cute.make_rmem_tensor(cute.make_layout(4), Float32)
+    for n in range(0, width // 8, 2):
+        for h in range(2):
+            near = [acc[4 * n + 2 * h + p] for p in range(2)]
+            far = [acc[4 * n + 4 + 2 * h + p] for p in range(2)]
+            given = [cutlass.select_(even, b, a) for a, b in zip(near, far)]
+            got = [cute.arch.shuffle_sync_bfly(x, offset=1) for x in given]
+            for p in range(2):
+                piece[p] = cutlass.select_(even, near[p], got[p])
+                piece[2 + p] = cutlass.select_(even, got[p], far[p])
+            place = memory.floats(address, first + (8 * h * width + 8 * n), piece.layout)
+            cute.autovec_copy(piece, place)

@@ -168,12 +168,12 @@ class KvbufferVerify:
         if slot >= 0:
             address, strides = states
             place = warp_mma.state_at(address, memory.offset_of(strides, slot, head), row, g, t)
-            state = warp_mma.state_registers()
-            warp_mma.load(place, state)
             queries, keys = warp_mma.token_registers(), warp_mma.token_registers()
             self.read_token(memory.rows_of(q, request, qk_head), g, t, tokens, queries)
             self.read_token(memory.rows_of(k, request, qk_head), g, t, tokens, keys)
             values = self.read_values(memory.rows_of(v, request, head), row + 2 * g, t, tokens)
+            state = warp_mma.state_registers()
+            warp_mma.load(place, state)
             if k_buffer[0] != 0:
                 if row == 0 and member == 0 and g < tokens:
                     k_rows = memory.rows_of(k_buffer, slot, qk_head)
@@ -290,7 +290,7 @@ class KvbufferVerify:
         for i in cutlass.range_constexpr(2):
             token = t + 4 * i
             if token < tokens:
-                at = offset + Int64(token) * stride_t + row
+                at = offset + memory.wide(token) * stride_t + row
                 values[i] = memory.pairs(address, at, cute.make_layout(1))[0]
         return values
 
@@ -301,7 +301,7 @@ class KvbufferVerify:
         for i in cutlass.range_constexpr(2):
             token = t + 4 * i
             if token < tokens:
-                at = offset + Int64(token) * stride_t + row
+                at = offset + memory.wide(token) * stride_t + row
                 memory.pairs(address, at, cute.make_layout(1))[0] = values[i]
 
     def attend(self, state, queries, keys, slope, lane_position, result) -> tuple:
@@ -347,7 +347,7 @@ class KvbufferVerify:
             if token < tokens:
                 rounded[0] = BFloat16(result[p] * scale)
                 rounded[1] = BFloat16(result[2 + p] * scale)
-                at = offset + Int64(token) * stride_t + row
+                at = offset + memory.wide(token) * stride_t + row
                 cute.autovec_copy(rounded, memory.halves(address, at, cute.make_layout(2), 4))
 
 

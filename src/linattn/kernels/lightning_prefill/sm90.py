@@ -88,6 +88,9 @@ from linattn.schedulers import balanced, persistent, varlen
 
 WARPS = WARPGROUP // 32
 
+SHORT = 512
+"""Tokens of a CTA's last unit up to which the next launch may begin while it writes its state."""
+
 STATE_ROWS = TILE // 2
 """Rows of a state that fit where the Q or the K of a stage is."""
 
@@ -471,9 +474,11 @@ class LightningPrefillSm90:
                 inputs.release(read)
                 step += 1
                 read += 1
-            self.write_state(states[1], slot, unit.head, tile, carry_thr, accS)
             done += 1
             index = persistent.following(index, done, work)
+            if index >= work.units and unit.length <= SHORT:
+                cute.arch.griddepcontrol_launch_dependents()
+            self.write_state(states[1], slot, unit.head, tile, thread, accS)
 
     @cute.jit
     def slope_of(self, decay, batch, head):
@@ -547,12 +552,6 @@ class LightningPrefillSm90:
         offset = Int64(slot.index) * stride_b + Int64(head) * stride_h
         return address + (offset + Int64(tile) * (TILE * HEAD_DIM)) * 4
 
-    def state_tile(self, state, slot, head, tile) -> cute.Tensor:
-        """64 rows of one state in memory."""
-        start = self.state_address(state, slot, head, tile)
-        pointer = cute.make_ptr(Float32, start, AddressSpace.gmem, assumed_align=16)
-        return cute.make_tensor(pointer, cute.make_layout((TILE, HEAD_DIM), stride=(HEAD_DIM, 1)))
-
     @cute.jit
     def read_state(self, shared, stage, thread, accS):
         """64 rows of an initial state from a stage into the accumulator.
@@ -583,10 +582,11 @@ class LightningPrefillSm90:
             accS[j] = cutlass.select_(wanted, before[j ^ (4 * distance)], before[j])
 
     @cute.jit
-    def write_state(self, final, slot, head, tile, thr_mma, accS):
+    def write_state(self, final, slot, head, tile, thread, accS):
         """Final state to memory when it is wanted; a padded sequence has none."""
         if final[0] != 0 and slot.alive:
-            cute.autovec_copy(accS, thr_mma.partition_C(self.state_tile(final, slot, head, tile)))
+            start = self.state_address(final, slot, head, tile)
+            wgmma.store_rows(accS, thread, start, HEAD_DIM)
 
     def decay_state(self, accS, factor):
         """Carry the state over the chunk: ``lam^L * S``."""

@@ -20,13 +20,13 @@ Work: a CTA owns ``tile_v`` rows of one state; a warp walks ``stages`` batches o
 All warps have one role. CTAs take the states from the last to the first, because a verification
 before took them from the first to the last, and left the last ones in L2.
 
-Order of a CTA: k, v and the first two batches of the state are requested together; k and v become
+Order of a CTA: k and v, then the first two batches of the state are requested; k and v become
 FP32 in shared memory behind one barrier; then every batch takes its tokens and is written, and the
 next but one is requested into its registers.
 """
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from linattn.device import memory, pool, recurrence, row_tile, staging
 from linattn.device.compat import SmemAllocator
@@ -93,13 +93,13 @@ class StateUpdate:
         part, qk_head, request = (
             last - 1 - at for last, at in zip(cute.arch.grid_dim(), cute.arch.block_idx())
         )
-        head = qk_head * group_size + part // self.splits
-        first_row = part % self.splits * self.config.tile_v
         # Read together: everything else waits for them.
-        slope = pool.slope_of(decay, head, qk_head, value_heads)
         spare = decay.iterator.toint()
         index = pool.element_of(indices, request, spare)
         length = pool.element_of(accepted, request, spare)
+        head = qk_head * group_size + Int32(Uint32(part) // self.splits)
+        first_row = Int32(Uint32(part) % self.splits) * self.config.tile_v
+        slope = pool.slope_of(decay, head, qk_head, value_heads)
         slot = pool.slot_of(indices, index, request, slots)
         tokens = pool.length_of(accepted, length, limit)
         if slot >= 0 and tokens > 0:
@@ -131,11 +131,11 @@ class StateUpdate:
             row_tile.rows_at(address, offset, first_row + local + s * batch, lane, ilp)
             for s in range(stages)
         ]
+        keys = staging.request(inputs[0], HEAD_DIM, 0, thread, threads, tokens)
+        values = staging.request(inputs[1], columns, first_row, thread, threads, tokens)
         tiles = [row_tile.registers(ilp) for _ in range(min(stages, 2))]
         for s in cutlass.range_constexpr(len(tiles)):
             row_tile.load(places[s], tiles[s])
-        keys = staging.request(inputs[0], HEAD_DIM, 0, thread, threads, tokens)
-        values = staging.request(inputs[1], columns, first_row, thread, threads, tokens)
         lam = decay_factor(slope, Int32(1))  # while they are on their way
         staging.settle_floats(keys, shared[0], HEAD_DIM, thread, threads, tokens)
         staging.settle_floats(values, shared[1], columns, thread, threads, tokens)
