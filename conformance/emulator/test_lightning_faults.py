@@ -116,11 +116,12 @@ def run(
 
 @contextmanager
 def planted(mutation: Mutation) -> Iterator[None]:
-    """Every loaded kernel is its mutant inside the block."""
+    """Every prefill kernel is its mutant inside the block, whatever other tests have loaded."""
     original = dict(launcher_module._functions)
     try:
         for name, f in original.items():
-            launcher_module._functions[name] = f.with_ptx(mutation(f.ptx))
+            if ".entry lightning_prefill" in f.ptx:
+                launcher_module._functions[name] = f.with_ptx(mutation(f.ptx))
         yield
     finally:
         launcher_module._functions.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -58,15 +59,34 @@ def test_no_approximations(entry: cache.Loaded, codegen: Any) -> None:
     assert not [name for name in opcodes if ".approx" in name or ".ftz" in name]
 
 
-@pytest.mark.claim("LA-25", "a launch waits for the one before, and starts no other before its end")
+@pytest.mark.claim("LA-25", "a launch waits for the one before; the next begins behind short units")
 @pytest.mark.parametrize(("operator", "family", "config"), SHIPPED)
 def test_order_of_launches(entry: cache.Loaded, codegen: Any) -> None:
-    """The next launch may begin behind the last product of short units, and waits in its turn."""
+    """Memory is not touched before the wait. The next launch, which waits in its turn, may begin
+    behind the last product of a CTA whose last unit is short."""
+    from linattn.kernels.lightning_prefill.sm90 import EARLY_LAUNCH_TOKENS
+
     opcodes = codegen.ptx_opcodes(entry.ptx())
     assert codegen.count_opcodes(opcodes, "griddepcontrol.wait") == 1
     assert codegen.count_opcodes(opcodes, "griddepcontrol.launch_dependents") == 1
-    text = entry.ptx()
-    assert text.rindex("wgmma.mma_async") < text.index("griddepcontrol.launch_dependents")
+    before, _, after = entry.ptx().partition("griddepcontrol.wait;")
+    assert not re.findall(r"\b(?:ld|st|atom|red)\.(?:\w+\.)*global|\bcp\.", before)
+    behind, _, _ = after.partition("griddepcontrol.launch_dependents;")
+    assert behind.count("wgmma.mma_async") == HGMMA
+    guard = (
+        rf"setp\.gt\.s32\s+(%p\d+), %r\d+, {EARLY_LAUNCH_TOKENS};\s+"
+        r"or\.pred\s+(%p\d+), \1, %p\d+;\s+@\2 bra[^;]*;\s+// begin inline asm\s+$"
+    )
+    assert re.search(guard, behind)
+
+
+@pytest.mark.claim("LA-26", "final states are written as 16 bytes a lane, and nothing narrower")
+@pytest.mark.parametrize(("operator", "family", "config"), SHIPPED)
+def test_stores_of_states(entry: cache.Loaded, codegen: Any) -> None:
+    """64 registers a thread; outputs leave by TMA."""
+    opcodes = codegen.ptx_opcodes(entry.ptx())
+    assert codegen.count_opcodes(opcodes, "st.global.v4.b32") == 16
+    assert codegen.count_opcodes(opcodes, "st.global") == 16
 
 
 @pytest.mark.claim("LA-24", "a build is a function of the sources: two builds give one cubin")

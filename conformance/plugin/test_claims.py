@@ -560,6 +560,22 @@ def test_runs_on_one_gpu_share_a_column(tmp_path: Path, verdicts: list[str], cel
     assert column.cell("G1")[1] == cell
 
 
+def test_merge_tells_runs_that_state_a_claim_in_other_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The latest words are in the table, whatever the order of the files."""
+    files = [run_file(tmp_path, where, G1="verified", G2="verified") for where in ("gpu", "cpu")]
+    run = json.loads(Path(files[0]).read_text())
+    run["claims"]["G1"]["text"] = "what it said before"
+    Path(files[0]).write_text(json.dumps(run | {"when": "2026-04-30T10:00:00+00:00"}))
+    for order in (files, files[::-1]):
+        assert claims.main(["merge", *order]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert r"| G1 | text of G1 \| bar | verified 3/3 | verified 3/3 |" in lines
+        told = [line for line in lines if " says of " in line]
+        assert told == [f"{Path(files[0]).name} says of G1: what it said before."]
+
+
 def test_merge_into_a_document(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()

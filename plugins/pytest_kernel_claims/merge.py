@@ -53,12 +53,12 @@ def columns(runs: Iterable[dict[str, Any]]) -> list[Column]:
 def matrix(runs: list[dict[str, Any]]) -> str:
     """Markdown: claims x machines, where they come from, and the claims verified nowhere."""
     across = columns(runs)
-    texts: dict[str, str] = {}
-    needing: set[str] = set()
-    for run in runs:
-        for key, entry in run["claims"].items():
-            texts.setdefault(key, entry["text"])
-            needing.update([key] if entry["arches"] else [])
+    texts = {
+        key: entry["text"]
+        for run in sorted(runs, key=lambda one: str(one["when"]))
+        for key, entry in run["claims"].items()
+    }
+    needing = {key for run in runs for key, entry in run["claims"].items() if entry["arches"]}
     lines = [
         row("claim", "statement", *(column.label for column in across)),
         row(*["---"] * (2 + len(across))),
@@ -71,7 +71,16 @@ def matrix(runs: list[dict[str, Any]]) -> str:
         for column in across
         for run in column.runs
     ]
+    lines += _reworded(runs, texts)
     return "\n".join(lines + list(_unproven(across, texts, needing))) + "\n"
+
+
+def _reworded(runs: list[dict[str, Any]], texts: dict[str, str]) -> Iterator[str]:
+    """The table has the latest words of a claim; what a run verified is what it said itself."""
+    for run in runs:
+        for key, entry in sorted(run["claims"].items()):
+            if entry["text"] != texts[key]:
+                yield f"\n{run['file']} says of {key}: {entry['text']}."
 
 
 def _unproven(across: list[Column], texts: dict[str, str], needing: set[str]) -> Iterator[str]:

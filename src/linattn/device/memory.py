@@ -37,9 +37,9 @@ def pairs(address: Int64, offset, layout, align: int = 4) -> cute.Tensor:
     return words(address + Int64(offset) * (BFloat16.width // 8), 0, layout, align)
 
 
-def wide(coordinate) -> Int64:
-    """A coordinate, which is not negative, in 64 bits: without a sign that is one instruction less,
-    and its product with a stride two."""
+def extended(coordinate) -> Int64:
+    """A coordinate that is not negative in 64 bits. Without a sign to extend that saves an
+    instruction, and two more where it meets a stride."""
     return Int64(Uint32(coordinate))
 
 
@@ -47,7 +47,7 @@ def offset_of(strides: tuple, *coordinates):
     """64-bit sum of coordinate times stride; the coordinates are not negative."""
     total = Int64(0)
     for coordinate, stride in zip(coordinates, strides):
-        total = total + wide(coordinate) * stride
+        total = total + extended(coordinate) * stride
     return total
 
 

@@ -8,7 +8,7 @@ one kernel serves both types.
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from linattn.device import memory
+from linattn.device.memory import extended, words
 
 PADDING = -1
 """Slot of a request that has none."""
@@ -22,11 +22,11 @@ def element_of(vector: tuple, request: Int32, spare: Int64) -> tuple:
     vector is absent, the word at ``spare`` is read, which then means nothing.
     """
     address, stride, wide = vector
-    at = address + memory.wide(request) * stride * 4
+    at = address + extended(request) * stride * 4
     if address == 0:
         at = spare
     one = cute.make_layout(1)
-    return memory.words(at, 0, one)[0], memory.words(at, wide, one)[0]
+    return words(at, 0, one)[0], words(at, wide, one)[0]
 
 
 def slope_of(decay: cute.Tensor, head: Int32, qk_head: Int32, value_heads: Int32) -> Float32:

@@ -35,7 +35,7 @@ def registers(ilp: int) -> cute.Tensor:
 def rows_at(address: Int64, offset: Int64, row, lane, ilp: int) -> cute.Tensor:
     """A lane's part of ``ilp`` rows, from row ``row`` of the state at ``offset`` elements."""
     layout = cute.make_layout(((4, PIECES), ilp), stride=((1, 4 * LANES), HEAD_DIM))
-    return memory.floats(address, offset + (memory.wide(row) * HEAD_DIM + 4 * lane), layout)
+    return memory.floats(address, offset + (memory.extended(row) * HEAD_DIM + 4 * lane), layout)
 
 
 def load(source: cute.Tensor, tile: cute.Tensor) -> None:

@@ -36,7 +36,7 @@ def request(
         index = thread + n * threads
         row = index // pieces
         if row < tokens:
-            at = offset + memory.wide(row) * stride_t + (first + PIECE * (index % pieces))
+            at = offset + memory.extended(row) * stride_t + (first + PIECE * (index % pieces))
             bits = memory.pairs(address, at, cute.make_layout(2), 8)
             cute.autovec_copy(bits, held[None, n])
     return held
@@ -99,6 +99,6 @@ def write(
         index = thread + n * threads
         row = index // pieces
         if row < tokens:
-            at = offset + memory.wide(row) * stride_t + PIECE * (index % pieces)
+            at = offset + memory.extended(row) * stride_t + PIECE * (index % pieces)
             place = memory.pairs(address, at, cute.make_layout(2), 8)
             cute.autovec_copy(held[None, n], place)

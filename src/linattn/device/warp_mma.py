@@ -40,7 +40,9 @@ def state_registers() -> cute.Tensor:
 def state_at(address: Int64, offset: Int64, row, g, t) -> cute.Tensor:
     """A lane's part of the 16 rows from ``row`` on, of the state at ``offset`` elements."""
     layout = cute.make_layout(((4, STEPS), 2), stride=((1, 16), HEAD_DIM))
-    return memory.floats(address, offset + (memory.wide(row + 2 * g) * HEAD_DIM + 4 * t), layout)
+    return memory.floats(
+        address, offset + (memory.extended(row + 2 * g) * HEAD_DIM + 4 * t), layout
+    )
 
 
 def load(source: cute.Tensor, state: cute.Tensor) -> None:
@@ -83,7 +85,7 @@ def token_registers() -> cute.Tensor:
 def token_at(rows: tuple, token, t) -> cute.Tensor:
     """A lane's columns of one token; ``rows`` is (address, offset, token stride)."""
     address, offset, stride_t = rows
-    at = offset + memory.wide(token) * stride_t + 4 * t
+    at = offset + memory.extended(token) * stride_t + 4 * t
     return memory.pairs(address, at, cute.make_layout((2, STEPS), stride=(1, 8)), 8)
 
 

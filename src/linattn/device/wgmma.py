@@ -1,4 +1,4 @@
-"""Warpgroup MMA: issue helpers and register fragments.
+"""Warpgroup MMA: issue helpers, register fragments and their way to memory.
 
 An accumulator of one 64-row tile holds, in thread ``4 * g + t`` of warp ``w``, register
 ``4 * n + 2 * h + p``: row ``16 * w + 8 * h + g`` and column ``8 * n + 2 * t + p``. The A operand of
@@ -46,15 +46,16 @@ def thread_position(thread):
 
 
 def store_rows(acc: cute.Tensor, thread, address: Int64, width: int) -> None:
-    """A 64-row accumulator to row-major FP32 rows of ``width`` elements at ``address``.
+    """A 64-row accumulator to row-major FP32 rows of ``width`` elements, a multiple of 16, at
+    ``address``, a multiple of 16 bytes.
 
     Neighbouring lanes trade pairs of columns, so that a lane writes 16 adjacent bytes and the four
     of a row 64, where without the trade they were 8 and 32.
     """
     row, column = thread_position(thread)
     even = thread % 2 == 0
-    # An even lane has its own pair and its neighbour's of 8 columns, an odd one of the 8 behind.
-    first = memory.wide(row) * width + column + cutlass.select_(even, 0, 6)
+    # Of 16 columns, an even lane writes 2 t to 2 t + 3 and an odd one 2 t + 6 to 2 t + 9.
+    first = memory.extended(row) * width + column + cutlass.select_(even, 0, 6)
     piece = cute.make_rmem_tensor(cute.make_layout(4), Float32)
     for n in range(0, width // 8, 2):
         for h in range(2):

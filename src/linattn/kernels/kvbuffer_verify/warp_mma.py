@@ -290,7 +290,7 @@ class KvbufferVerify:
         for i in cutlass.range_constexpr(2):
             token = t + 4 * i
             if token < tokens:
-                at = offset + memory.wide(token) * stride_t + row
+                at = offset + memory.extended(token) * stride_t + row
                 values[i] = memory.pairs(address, at, cute.make_layout(1))[0]
         return values
 
@@ -301,7 +301,7 @@ class KvbufferVerify:
         for i in cutlass.range_constexpr(2):
             token = t + 4 * i
             if token < tokens:
-                at = offset + memory.wide(token) * stride_t + row
+                at = offset + memory.extended(token) * stride_t + row
                 memory.pairs(address, at, cute.make_layout(1))[0] = values[i]
 
     def attend(self, state, queries, keys, slope, lane_position, result) -> tuple:
@@ -347,7 +347,7 @@ class KvbufferVerify:
             if token < tokens:
                 rounded[0] = BFloat16(result[p] * scale)
                 rounded[1] = BFloat16(result[2 + p] * scale)
-                at = offset + memory.wide(token) * stride_t + row
+                at = offset + memory.extended(token) * stride_t + row
                 cute.autovec_copy(rounded, memory.halves(address, at, cute.make_layout(2), 4))
 
 

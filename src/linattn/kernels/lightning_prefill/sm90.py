@@ -60,6 +60,10 @@ a weight of 0 would not stop a NaN. Behind T, TMA reads zeros.
 Every role finds its steps by reading ``slots`` and ``has_initial`` (and ``cu_seqlens``, where units
 come in their own order), so these must not change while the kernel runs.
 
+A launch reads nothing before the one in front of it has ended. The next one may begin once every
+CTA is behind its last unit, of at most ``EARLY_LAUNCH_TOKENS`` tokens, in one of its STATE
+warpgroups: while outputs and states are still being written.
+
 Limits: T below 2^31. A NaN or infinity in V at a valid token reaches the earlier tokens of its
 chunk, whose P is 0 there.
 """
@@ -88,8 +92,8 @@ from linattn.schedulers import balanced, persistent, varlen
 
 WARPS = WARPGROUP // 32
 
-SHORT = 512
-"""Tokens of a CTA's last unit up to which the next launch may begin while it writes its state."""
+EARLY_LAUNCH_TOKENS = 512
+"""Tokens of a CTA's last unit up to which the next launch may begin behind its last chunk."""
 
 STATE_ROWS = TILE // 2
 """Rows of a state that fit where the Q or the K of a stage is."""
@@ -476,7 +480,7 @@ class LightningPrefillSm90:
                 read += 1
             done += 1
             index = persistent.following(index, done, work)
-            if index >= work.units and unit.length <= SHORT:
+            if index >= work.units and unit.length <= EARLY_LAUNCH_TOKENS:
                 cute.arch.griddepcontrol_launch_dependents()
             self.write_state(states[1], slot, unit.head, tile, thread, accS)
 

@@ -151,7 +151,7 @@ class MtpDecode:
         address, offset, stride_t = outputs
         columns = self.config.tile_v
         for index in cutlass.range(thread, tokens * columns, self.threads, unroll=1):
-            at = offset + memory.wide(index // columns) * stride_t + first_row + index % columns
+            at = offset + memory.extended(index // columns) * stride_t + first_row + index % columns
             memory.halves(address, at, cute.make_layout(1), 2)[0] = BFloat16(0.0)
 
     @cute.jit
@@ -218,11 +218,11 @@ class MtpDecode:
             result = row_tile.dot(tile, queries, lane, packed)
             if lane < ilp:
                 address, offset, stride_t = outputs
-                at = offset + memory.wide(t) * stride_t + shift
+                at = offset + memory.extended(t) * stride_t + shift
                 memory.halves(address, at, cute.make_layout(1), 2)[0] = BFloat16(result * scale)
             address, offset, stride_t = steps
             if address != 0:
-                at = offset + memory.wide(t) * stride_t + shift * HEAD_DIM
+                at = offset + memory.extended(t) * stride_t + shift * HEAD_DIM
                 row_tile.store(tile, row_tile.rows_at(address, at, first_row + local, lane, ilp))
 
 
