@@ -1,10 +1,50 @@
-"""Settings that all conformance tests share."""
+"""Settings and fixtures that all conformance tests share."""
+
+from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
+import pytest
+import torch
 from hypothesis import settings
+
+from linattn.host import cache, launch
 
 settings.register_profile("default", max_examples=25, deadline=None)
 settings.register_profile("ci", max_examples=40, deadline=None, derandomize=True)
 settings.register_profile("long", max_examples=500, deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+@pytest.fixture
+def h200(device: torch.device) -> torch.device:
+    """The device; skips where it is not the one that limits are stated for."""
+    if device.type != "cuda" or "H200" not in torch.cuda.get_device_name(device):
+        pytest.skip("the limits are for an H200")
+    return device
+
+
+@pytest.fixture
+def watched(under_sanitizer: str | None) -> None:
+    """Skips a test that says something of a sanitizer's tool when none watches it."""
+    if under_sanitizer is None:
+        pytest.skip("says something only under --sanitizer")
+
+
+@pytest.fixture
+def cuda(device: torch.device) -> torch.device:
+    """A real GPU: streams and graphs have no emulation."""
+    if device.type != "cuda":
+        pytest.skip("streams and graphs need a GPU")
+    return device
+
+
+@pytest.fixture
+def cold() -> Iterator[None]:
+    """No compiled configuration in memory; entries on disk stay."""
+    cache.reset()
+    launch.current().plans.clear()
+    yield
+    cache.reset()
+    launch.current().plans.clear()

@@ -89,6 +89,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 @CONTENTS
 @pytest.mark.dispatch
+def test_a_pool_without_slots_has_padding_alone() -> None:
+    checked.indices("slots", torch.tensor([-1, -1]), 0)
+    with pytest.raises(ValueError, match=r"slots\[1\]: got 0, expected -1: the pool has no slot"):
+        checked.indices("slots", torch.tensor([-1, 0]), 0)
+
+
+@CONTENTS
+@pytest.mark.dispatch
 @pytest.mark.parametrize("name", GOOD)
 def test_good_contents_pass(host: HostLauncher, name: str) -> None:
     with linattn.checked():

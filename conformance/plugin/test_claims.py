@@ -576,6 +576,34 @@ def test_merge_tells_runs_that_state_a_claim_in_other_words(
         assert told == [f"{Path(files[0]).name} says of G1: what it said before."]
 
 
+def test_merge_tells_files_of_one_name_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        files.append(run_file(tmp_path / folder, "gpu", G1="verified"))
+    assert claims.main(["merge", *files]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(": commit")[0] for line in lines if ": commit" in line] == [
+        f"- NVIDIA H200 (sm90), {file}" for file in files
+    ]
+
+
+def test_a_statement_cannot_break_the_document(tmp_path: Path) -> None:
+    file = Path(run_file(tmp_path, "gpu", G1="verified"))
+    run = json.loads(file.read_text())
+    run["claims"]["G1"]["text"] = f"two\nlines {merge.END} | bar"
+    file.write_text(json.dumps(run))
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{merge.BEGIN}\n{merge.END}\n")
+    for _ in range(2):
+        assert claims.main(["merge", "--into", str(readme), str(file)]) == 0
+        assert (
+            r"| G1 | two lines &lt;!-- claims:end --> \| bar | verified 3/3 |" in readme.read_text()
+        )
+
+
 def test_merge_into_a_document(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
@@ -595,11 +623,11 @@ def test_merge_into_a_document(tmp_path: Path) -> None:
 
 def test_merge_names_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = run_file(tmp_path, "gpu", G1="verified", G2="verified")
-    assert claims.main(["merge", "--leave-out=G2", file]) == 0
+    assert claims.main(["merge", "--leave-out=G2", "--leave-out=G2", file]) == 0
     text = capsys.readouterr().out
     assert "| G1 |" in text
     assert "| G2 |" not in text
-    assert text.endswith("\nLeft out, proven by none of these runs: G2.\n")
+    assert text.endswith("\nLeft out by hand: G2.\n")
     with pytest.raises(SystemExit) as stop:
         claims.main(["merge", "--leave-out=G3", file])
     assert stop.value.code == 2

@@ -148,7 +148,9 @@ def test_every_key(
     [
         (("claims", "G1", "verdict"), "maybe", 'claims.G1.verdict: got "maybe", expected one of'),
         (("gpu", "name"), None, "gpu.name: got null, expected a string"),
-        (("when",), NOTHING, "when: got nothing, expected a string"),
+        (("when",), NOTHING, "when: got nothing, expected a time such as"),
+        (("when",), "yesterday", 'when: got "yesterday", expected a time such as'),
+        (("when",), "2026-05-01T10:00:00", "expected a time such as 2026-05-01T10:00:00+00:00"),
         (
             ("timings", TEST, "implementations", "ours", 0, "calls"),
             0,

@@ -1,7 +1,7 @@
 """Draft kernels under compute-sanitizer: small problems with every kind of edge.
 
 ``--sanitizer=memcheck`` runs the first test, ``--sanitizer=synccheck`` the second, each case in a
-process of its own. Without the option both run as ordinary tests.
+process of its own. Without the option both are skipped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from draft_cases import Case, build
 import linattn
 from linattn.reference.speculative import lightning_decode, lightning_verify
 
-pytestmark = [pytest.mark.sm90, pytest.mark.sm100, pytest.mark.bitwise]
+pytestmark = [
+    *(pytest.mark.sm90, pytest.mark.sm100, pytest.mark.bitwise),
+    pytest.mark.usefixtures("watched"),
+]
 
 CASES = (
     Case(1, 1, (1, 1), "alibi", "default", "H", 1.0),

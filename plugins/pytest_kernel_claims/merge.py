@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def matrix(runs: list[dict[str, Any]]) -> str:
     across = columns(runs)
     texts = {
         key: entry["text"]
-        for run in sorted(runs, key=lambda one: str(one["when"]))
+        for run in sorted(runs, key=lambda one: datetime.fromisoformat(one["when"]))
         for key, entry in run["claims"].items()
     }
     needing = {key for run in runs for key, entry in run["claims"].items() if entry["arches"]}
@@ -99,7 +100,7 @@ def _unproven(across: list[Column], texts: dict[str, str], needing: set[str]) ->
 
 def leave_out(runs: list[dict[str, Any]], keys: Iterable[str]) -> None:
     """Take claims out of ``runs``. Raises ValueError for one that no run has."""
-    for key in keys:
+    for key in sorted(set(keys)):
         having = [run for run in runs if key in run["claims"]]
         if not having:
             raise ValueError(f"--leave-out {key}: no run has that claim")
@@ -108,7 +109,11 @@ def leave_out(runs: list[dict[str, Any]], keys: Iterable[str]) -> None:
 
 
 def row(*cells: str) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    """A line of a table; what would end the line, a cell or the document's markers is defused."""
+    plain = (
+        " ".join(cell.split()).replace("|", "\\|").replace("<!--", "&lt;!--") for cell in cells
+    )
+    return "| " + " | ".join(plain) + " |"
 
 
 def origin(run: dict[str, Any]) -> str:
@@ -161,7 +166,7 @@ def add_command(commands: Any) -> None:
         action="append",
         default=[],
         metavar="CLAIM",
-        help="a claim that the runs do not prove; named under the table (repeatable)",
+        help="a claim to leave out of the table; named under it (repeatable)",
     )
     command.add_argument("--into", metavar="FILE", help=f"replace the text after {BEGIN}")
     command.add_argument("--check", action="store_true", help="with --into: only compare")
@@ -171,11 +176,14 @@ def add_command(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Returns 0, or 1 when ``--check`` finds the document out of date. Raises ValueError."""
     runs = [load(path) for path in options.files]
+    names = [run["file"] for run in runs]
+    for path, run in zip(options.files, runs):
+        if names.count(run["file"]) > 1:
+            run["file"] = path
     leave_out(runs, options.leave_out)
     text = matrix(runs)
     if options.leave_out:
-        left_out = ", ".join(sorted(options.leave_out))
-        text += f"\nLeft out, proven by none of these runs: {left_out}.\n"
+        text += f"\nLeft out by hand: {', '.join(sorted(set(options.leave_out)))}.\n"
     return deliver(text, options, (BEGIN, END))
 
 

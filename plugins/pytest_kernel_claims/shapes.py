@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from pytest_kernel_claims.claims import SEVERITY, VERDICTS
@@ -59,11 +60,20 @@ def _number(value: Any) -> bool:
         return False
 
 
+def _time(value: Any) -> bool:
+    """Whether this is a date and time with its offset, so that runs have an order."""
+    try:
+        return datetime.fromisoformat(value).utcoffset() is not None
+    except (TypeError, ValueError):
+        return False
+
+
 def _among(*words: str) -> Leaf:
     return Leaf("one of " + ", ".join(map(repr, words)), lambda value: value in words)
 
 
 TEXT = Leaf("a string", lambda value: isinstance(value, str))
+TIME = Leaf("a time such as 2026-05-01T10:00:00+00:00", _time)
 TRUTH = Leaf("true or false", lambda value: isinstance(value, bool))
 COUNT = Leaf("a whole number from 0", lambda value: type(value) is int and value >= 0)
 SOME = Leaf("a whole number from 1", lambda value: type(value) is int and value >= 1)
@@ -109,7 +119,7 @@ RUN = {
     "emulator": Nullable({"name": TEXT, "sm": [TEXT]}),
     "torch": Nullable(TEXT),
     "cutlass_dsl": Nullable(TEXT),
-    "when": TEXT,
+    "when": TIME,
     "claims": Each(
         {
             "text": TEXT,

@@ -101,7 +101,9 @@ def indices(name: str, slots: torch.Tensor, pool: int) -> None:
         name,
         slots,
         lambda values: ((values < 0) | (values >= pool)) & (values != PADDING),
-        f"0 to {pool - 1}, or {PADDING} for padding",
+        f"0 to {pool - 1}, or {PADDING} for padding"
+        if pool
+        else f"{PADDING}: the pool has no slot",
     )
     seen: dict[int, int] = {}
     for n, slot in enumerate(slots.tolist()):
