@@ -94,6 +94,20 @@ def test_a_table_for_each_test(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ]
 
 
+def test_files_of_one_name_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        files.append(run_file(tmp_path / name, {TEST: record(10, 40)}))
+    assert claims.main(["timings", *files]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("On ")] == [
+        f"On NVIDIA H200, {file}, {ORIGIN}:" for file in files
+    ]
+
+
 def test_a_missed_limit_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     second = record(10, 40)
     second["figures"].append({**second["figures"][1], "name": "tight", "limit": 9.5})

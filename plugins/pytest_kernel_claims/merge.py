@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -100,7 +101,7 @@ def _unproven(across: list[Column], texts: dict[str, str], needing: set[str]) ->
 
 def leave_out(runs: list[dict[str, Any]], keys: Iterable[str]) -> None:
     """Take claims out of ``runs``. Raises ValueError for one that no run has."""
-    for key in sorted(set(keys)):
+    for key in keys:
         having = [run for run in runs if key in run["claims"]]
         if not having:
             raise ValueError(f"--leave-out {key}: no run has that claim")
@@ -145,6 +146,16 @@ def load(path: str, *more: Any) -> dict[str, Any]:
     return value
 
 
+def load_all(paths: Sequence[str]) -> list[dict[str, Any]]:
+    """``load`` each; files of one name are told apart by the paths as given."""
+    runs = [load(path) for path in paths]
+    names = Counter(run["file"] for run in runs)
+    for path, run in zip(paths, runs):
+        if names[run["file"]] > 1:
+            run["file"] = path
+    return runs
+
+
 def splice(document: str, text: str, markers: tuple[str, str]) -> str:
     """Replace what stands between the two markers. Raises ValueError without exactly one pair."""
     begin, end = markers
@@ -175,15 +186,12 @@ def add_command(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Returns 0, or 1 when ``--check`` finds the document out of date. Raises ValueError."""
-    runs = [load(path) for path in options.files]
-    names = [run["file"] for run in runs]
-    for path, run in zip(options.files, runs):
-        if names.count(run["file"]) > 1:
-            run["file"] = path
-    leave_out(runs, options.leave_out)
+    runs = load_all(options.files)
+    left_out = sorted(set(options.leave_out))
+    leave_out(runs, left_out)
     text = matrix(runs)
-    if options.leave_out:
-        text += f"\nLeft out by hand: {', '.join(sorted(set(options.leave_out)))}.\n"
+    if left_out:
+        text += f"\nLeft out by hand: {', '.join(left_out)}.\n"
     return deliver(text, options, (BEGIN, END))
 
 

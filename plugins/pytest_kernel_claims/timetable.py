@@ -134,7 +134,7 @@ def add_command(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Returns 0, or 1 when ``--check`` finds the document out of date. Raises ValueError."""
-    runs = [found for path in options.files if (found := merge.load(path)).get("timings")]
+    runs = [run for run in merge.load_all(options.files) if run.get("timings")]
     if not runs:
         raise ValueError("timings: none of the runs timed anything")
     return merge.deliver(tables(runs), options, (BEGIN, END))

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from linattn.device.tiling import MAX_TOKENS
 from linattn.errors import type_error, value_error
 from linattn.host import checked, dispatch, launch, validate
 from linattn.host.guards import Matches, matcher, properties
 from linattn.host.signature import Signature
 
-MAX_TOKENS = 8
 MAX_KNOWN = 128
 """Entries of each set that a plan keeps: more than a model has layers, each with its own pool."""
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 
+from linattn.device.tiling import MAX_TOKENS
 from linattn.errors import type_error, value_error
 from linattn.host import dispatch, validate
 from linattn.host.arch import Arch, ArchLike
@@ -226,7 +227,7 @@ def get_mtp_config(batch: int, heads: int, draft_len: int, arch: ArchLike) -> Mt
     for name, value, most in (
         ("batch", batch, None),
         ("heads", heads, None),
-        ("draft_len", draft_len, _calls.MAX_TOKENS),
+        ("draft_len", draft_len, MAX_TOKENS),
     ):
         expected = "an int of at least 1" if most is None else f"an int from 1 to {most}"
         if type(value) is not int:
