@@ -98,6 +98,54 @@ def test_two_streams(cuda: torch.device, assert_bitwise: Any) -> None:
             assert_bitwise(result, want[i], NAMES)
 
 
+@pytest.mark.claim("SD-19", "a step queued behind another reads all that it left")
+@pytest.mark.determinism
+@pytest.mark.parametrize("how", ["eager", "graph"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_queued_steps(batch: int, how: str, cuda: torch.device, assert_bitwise: Any) -> None:
+    """64 heads: a grid of one request leaves room for an early launch, one of three does not."""
+    drafts = [
+        build(Case(batch, 4, (64, 64), "alibi", "int32", "HV", 0.1), cuda, i) for i in range(32)
+    ]
+    first = drafts[0]
+
+    def steps(wait: bool) -> tuple[torch.Tensor, ...]:
+        results = []
+        for i, x in enumerate(drafts):
+            rest = (pool, x.decay, x.indices, x.scale)
+            results.append(
+                linattn.la_verify_kvbuffer(x.q, x.k, x.v, *rest, k_buffer=held[0], v_buffer=held[1])
+            )
+            if wait:
+                torch.cuda.synchronize()
+            linattn.la_state_update_kvbuffer(*held, *rest[:3], accepted[i])
+            if wait:
+                torch.cuda.synchronize()
+        return *results, pool, *held
+
+    def renew() -> None:
+        pool.copy_(first.pool)
+        for x in held:
+            x.zero_()
+
+    pool, held = first.pool.clone(), buffers(first)
+    accepted = [lengths(x, i) for i, x in enumerate(drafts)]
+    want = tuple(x.clone() for x in steps(wait=True))
+    renew()
+    if how == "eager":
+        got = steps(wait=False)
+    else:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = steps(wait=False)
+        for _ in range(5):
+            renew()
+            graph.replay()
+    torch.cuda.synchronize()
+    names = " ".join(f"o{i}" for i in range(len(drafts)))
+    assert_bitwise(got, want, f"{names} states k_buffer v_buffer")
+
+
 @pytest.mark.claim("SD-11", "a captured step replays on new drafts, slots and accepted lengths")
 @pytest.mark.bitwise
 def test_graph_replay(cuda: torch.device, assert_bitwise: Any) -> None:

@@ -103,23 +103,27 @@ def test_shipped_configurations_fit() -> None:
 
 @EXPLAINED
 def test_verify_and_commit() -> None:
-    few = linattn.explain("la_verify_kvbuffer", arch="sm90", B=1, T=4, H=64)
-    assert few.config == KvbufferVerifyConfig(16)
-    assert few.grid == (8, 64, 1)
+    few = linattn.explain("la_verify_kvbuffer", arch="sm90", B=4, T=4, H=8)
+    assert few.config == KvbufferVerifyConfig(32)
+    assert few.grid == (4, 8, 4)
     many = linattn.explain(linattn.la_verify_kvbuffer, arch="sm100", B=128, T=4, H=32, HV=64)
     assert many.config == KvbufferVerifyConfig(64)
     assert many.grid == (2 * 2, 32, 128)
     folded = linattn.explain("la_verify_kvbuffer", arch="sm90", B=128, T=4, H=32, HV=64, commit=1)
     assert folded.config == KvbufferVerifyConfig(128, commit=True)
     assert folded.grid == (1, 32, 128)
-    for arch, config in (
-        ("sm90", StateUpdateConfig(64, 4, 2, 2)),
-        ("sm100", StateUpdateConfig(32, 4, 2, 1, packed=True)),
+    small, large = StateUpdateConfig(32, 4, 2, 1), StateUpdateConfig(64, 4, 2, 2)
+    packed = StateUpdateConfig(32, 4, 2, 1, packed=True)
+    for arch, batch, config in (
+        ("sm90", 4, small),
+        ("sm90", 5, large),
+        ("sm90", 128, large),
+        ("sm100", 4, packed),
+        ("sm100", 128, packed),
     ):
-        for batch in (1, 128):
-            plan = linattn.explain("la_state_update_kvbuffer", arch=arch, B=batch, H=32, HV=64)
-            assert plan.config == config
-            assert plan.grid == (128 // config.tile_v * 2, 32, batch)
+        plan = linattn.explain("la_state_update_kvbuffer", arch=arch, B=batch, H=4, HV=8)
+        assert plan.config == config
+        assert plan.grid == (128 // config.tile_v * 2, 4, batch)
     none = linattn.explain("la_decode", arch="sm90", B=0, H=64)
     assert none.config is None
     for name, sizes in (("B", {"B": 65536, "H": 1}), ("H", {"B": 1, "H": 65536})):

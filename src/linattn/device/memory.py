@@ -58,3 +58,12 @@ def rows_of(rows: tuple, outer, head) -> tuple:
     """
     address, (stride_outer, stride_token, stride_head) = rows
     return address, offset_of((stride_outer, stride_head), outer, head), stride_token
+
+
+def bytes_of(rows: tuple, outer, element) -> Int64:
+    """Distance in bytes from coordinate 0 of the first dimension to ``outer``.
+
+    ``rows`` is an address with strides.
+    """
+    _, (stride, *_) = rows
+    return extended(outer) * (stride * (element.width // 8))

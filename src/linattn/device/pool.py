@@ -8,30 +8,41 @@ one kernel serves both types.
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from linattn.device.memory import extended, words
+from linattn.device.memory import extended, view, words
 
 PADDING = -1
 """Slot of a request that has none."""
 
 
 @cute.jit
-def element_of(vector: tuple, request: Int32, spare: Int64) -> tuple:
-    """The words (low, high) of a request's element; a 32-bit one is both.
+def place_of(vector: tuple, request: Int32, spare: Int64) -> tuple:
+    """Addresses of the words (low, high) of a request's element; a 32-bit one is both.
 
     There is no branch, so that the reads of several vectors are in flight together. Where the
-    vector is absent, the word at ``spare`` is read, which then means nothing.
+    vector is absent, it is the word at ``spare``, which then means nothing.
     """
     address, stride, wide = vector
     at = address + extended(request) * stride * 4
     if address == 0:
         at = spare
-    one = cute.make_layout(1)
-    return words(at, 0, one)[0], words(at, wide, one)[0]
+    return at, at + wide * 4
 
 
-def slope_of(decay: cute.Tensor, head: Int32, qk_head: Int32, value_heads: Int32) -> Float32:
-    """Slope of a value head from a vector over those or over query/key heads."""
-    return decay[cutlass.select_(decay.shape[0] == value_heads, head, qk_head)]
+def read(place: tuple) -> tuple:
+    """The words (low, high) at their addresses."""
+    low, high = (words(at, 0, cute.make_layout(1))[0] for at in place)
+    return low, high
+
+
+def slope_at(decay: cute.Tensor, head: Int32, qk_head: Int32, value_heads: Int32) -> Int64:
+    """Address of a value head's slope in a vector over those or over query/key heads."""
+    index = cutlass.select_(decay.shape[0] == value_heads, head, qk_head)
+    return (decay.iterator + decay.layout(index)).toint()
+
+
+def slope_of(at: Int64) -> Float32:
+    """The slope at its address."""
+    return view(Float32, at, 0, cute.make_layout(1), 4)[0]
 
 
 @cute.jit

@@ -6,7 +6,7 @@ those of the state. In between a thread holds pieces of four columns as pairs of
 """
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import BFloat16, Float32, Int32, cute
 
 from linattn.device import memory, ptx
 from linattn.device.tiling import MAX_TOKENS
@@ -14,32 +14,43 @@ from linattn.device.tiling import MAX_TOKENS
 PIECE = 4
 
 
+def places(source: tuple, columns: int, first, thread, threads: int) -> tuple:
+    """Addresses of a thread's pieces of bf16 rows of ``columns`` columns from column ``first`` on.
+
+    ``source`` is (address, offset, token stride).
+    """
+    address, offset, stride_t = source
+    pieces = columns // PIECE
+    found = []
+    for n in range(-(-MAX_TOKENS * pieces // threads)):
+        index = thread + n * threads
+        at = offset + memory.extended(index // pieces) * stride_t
+        found.append(address + (at + (first + PIECE * (index % pieces))) * (BFloat16.width // 8))
+    return tuple(found)
+
+
 @cute.jit
-def request(
-    source: tuple,
+def request_at(
+    places: tuple,
     columns: cutlass.Constexpr,
-    first,
     thread,
     threads: cutlass.Constexpr,
     tokens,
 ) -> cute.Tensor:
-    """Ask for ``tokens`` bf16 rows of ``columns`` columns from column ``first`` on.
-
-    ``source`` is (address, offset, token stride). Pieces of rows behind the last one are zeros.
-    """
-    address, offset, stride_t = source
+    """Ask for the pieces at ``places`` of ``tokens`` rows. Those of rows behind are zeros."""
     pieces = columns // PIECE
-    rounds = -(-MAX_TOKENS * pieces // threads)
-    held = cute.make_rmem_tensor(cute.make_layout((2, rounds)), Int32)
+    held = cute.make_rmem_tensor(cute.make_layout((2, len(places))), Int32)
     held.fill(0)
-    for n in cutlass.range_constexpr(rounds):
-        index = thread + n * threads
-        row = index // pieces
-        if row < tokens:
-            at = offset + memory.extended(row) * stride_t + (first + PIECE * (index % pieces))
-            bits = memory.pairs(address, at, cute.make_layout(2), 8)
-            cute.autovec_copy(bits, held[None, n])
+    for n in cutlass.range_constexpr(len(places)):
+        if (thread + n * threads) // pieces < tokens:
+            cute.autovec_copy(memory.words(places[n], 0, cute.make_layout(2), 8), held[None, n])
     return held
+
+
+def request(source: tuple, columns: int, first, thread, threads: int, tokens) -> cute.Tensor:
+    """Ask for what ``places`` finds of ``tokens`` rows."""
+    found = places(source, columns, first, thread, threads)
+    return request_at(found, columns, thread, threads, tokens)
 
 
 @cute.jit

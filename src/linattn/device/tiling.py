@@ -11,9 +11,6 @@ MAX_TOKENS = 8
 ROW_GROUPS = 4
 """Rows of a state that one access of a warp touches in scalar kernels: eight lanes share a row."""
 
-SM_SMEM_BYTES = 228 * 1024
-"""Shared memory of one SM at most, on Hopper and on Blackwell."""
-
 
 def check_row_split(tile_v: int, warps: int, ilp: int, stages: int) -> None:
     """Check that CTAs of such a shape own every row of a state exactly once.
@@ -37,6 +34,6 @@ def check_row_split(tile_v: int, warps: int, ilp: int, stages: int) -> None:
         raise ValueError(f"tile_v: got {tile_v}, expected a divisor of {HEAD_DIM}")
 
 
-def smem_percent(smem_bytes: int, ctas: int) -> int:
-    """Percent of ``SM_SMEM_BYTES`` for so many CTAs; the system takes a kilobyte of each."""
-    return min(100, -(-100 * ctas * (smem_bytes + 1024) // SM_SMEM_BYTES))
+def row_smem_bytes(tile_v: int) -> int:
+    """Shared memory for k, and ``tile_v`` columns of v, of every token as FP32, in bytes."""
+    return 4 * MAX_TOKENS * (HEAD_DIM + tile_v)

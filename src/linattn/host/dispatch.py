@@ -178,7 +178,7 @@ def _speculative(family: str) -> dict[tuple[str, str], Kernel]:
         ("state_update", family): Kernel(
             "kernels/state_update/simt.py",
             state_update.FAMILIES[family],
-            lambda shapes, _: state_update.choose(family),
+            lambda shapes, _: state_update.choose(_states(shapes), family),
             _row_grid,
         ),
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from linattn.device.tiling import HEAD_DIM, MAX_TOKENS, smem_percent
+from linattn.device.tiling import HEAD_DIM, MAX_TOKENS, row_smem_bytes
 
 WARP_ROWS = 16
 """Rows of the state that a warp owns: the rows of one tensor-core product."""
@@ -54,18 +54,18 @@ class KvbufferVerifyConfig:
         """Shared memory of one CTA in bytes.
 
         With commit: buffered keys as FP32; q and k as bf16 with 32 bytes of padding a row; buffered
-        values and v as bf16.
+        values and v as bf16. Without, none of it is used, but a CTA asks for as much as one of the
+        commit kernel: an SM divides its memory for one of the two alike, and a commit that is
+        launched beside a verification need not wait for an SM to be empty.
         """
         row = 2 * HEAD_DIM
-        return MAX_TOKENS * (2 * row + 2 * (row + 32) + 2 * row) if self.commit else 0
-
-    def carveout(self) -> int:
-        """Percent of an SM's L1 memory that those CTAs need as shared memory."""
-        return smem_percent(self.smem_bytes(), self.ctas_per_sm())
+        if self.commit:
+            return MAX_TOKENS * (2 * row + 2 * (row + 32) + 2 * row)
+        return row_smem_bytes(self.tile_v)
 
 
 TABLE: tuple[tuple[int, KvbufferVerifyConfig], ...] = (
-    (128, KvbufferVerifyConfig(tile_v=16)),
+    (32, KvbufferVerifyConfig(tile_v=32)),
     (1 << 62, KvbufferVerifyConfig(tile_v=64)),
 )
 """Configuration by states of a call, ``B * HV``, up to and with the first number of a row."""

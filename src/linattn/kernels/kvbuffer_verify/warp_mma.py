@@ -48,8 +48,8 @@ is scaled and rounded to bf16 once.
 import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, cute
 
-from linattn.device import memory, pool, ptx, recurrence, staging, warp_mma
-from linattn.device.compat import SmemAllocator
+from linattn.device import grid, memory, pool, ptx, recurrence, staging, warp_mma
+from linattn.device.compat import CARVEOUT, SmemAllocator
 from linattn.device.decay import decay_factor
 from linattn.device.layout import Layout
 from linattn.device.tiling import HEAD_DIM, MAX_TOKENS
@@ -109,40 +109,92 @@ class KvbufferVerify:
             grid=(parts, heads, batch),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.config.ctas_per_sm(),
-            preferred_smem_carveout=self.config.carveout(),
+            preferred_smem_carveout=CARVEOUT,
+            smem=self.config.smem_bytes(),
             use_pdl=True,
             stream=stream,
         )
 
     @cute.kernel
     def kernel(self, tensors, decay: cute.Tensor, states, buffers, vectors, sizes, scale):
-        indices, accepted = vectors
-        tokens, limit, value_heads, slots, group_size = sizes
-        # Global memory may be another kernel's until that has ended.
-        cute.arch.griddepcontrol_wait()
+        arguments = (tensors, decay, states, buffers, vectors, sizes, scale)
+        if cutlass.const_expr(self.config.commit):
+            self.commit_and_verify(*arguments)
+        else:
+            self.verify(*arguments)
+
+    @cute.jit
+    def verify(self, tensors, decay: cute.Tensor, states, buffers, vectors, sizes, scale):
+        """One warp's 16 rows of one value head, without a commit."""
+        q, k, v, o = tensors
+        indices, _ = vectors
+        tokens, _, value_heads, slots, group_size = sizes
         thread, _, _ = cute.arch.thread_idx()
         part, qk_head, request = cute.arch.block_idx()
+        member = part // self.splits
+        head = qk_head * group_size + member
+        row = part % self.splits * self.config.tile_v + thread // 32 * WARP_ROWS
+        g, t = warp_mma.lane_position(thread % 32)
+
+        sources = (
+            warp_mma.token_at(memory.rows_of(q, request, qk_head), g, t),
+            warp_mma.token_at(memory.rows_of(k, request, qk_head), g, t),
+            *self.values_at(memory.rows_of(v, request, head), row + 2 * g, t),
+        )
+        # The state in slot 0.
+        place = warp_mma.state_at(states[0], memory.offset_of(states[1][1:], head), row, g, t)
+        slope = pool.slope_at(decay, head, qk_head, value_heads)
+        index = pool.place_of(indices, request, decay.iterator.toint())
+        grid.wait((*index, slope, *(x.iterator.toint() for x in (place, *sources))))
+        # The slot first: the state waits for it.
+        index, slope = pool.read(index), pool.slope_of(slope)
+        grid.launch_next_beside()
+        queries, keys, values = self.read_tokens(sources, g, t, tokens)
+        slot = pool.slot_of(indices, index, request, slots)
+        result = cute.make_rmem_tensor(cute.make_layout(4), Float32)
+        result.fill(0.0)
+        factor = Float32(1.0)
+        if slot >= 0:
+            state = warp_mma.state_registers()
+            start = place.iterator.toint() + memory.bytes_of(states, slot, Float32)
+            warp_mma.load(memory.floats(start, 0, place.layout), state)
+            if buffers[0][0] != 0:
+                if row == 0 and member == 0 and g < tokens:
+                    k_rows = memory.rows_of(buffers[0], slot, qk_head)
+                    cute.autovec_copy(keys, warp_mma.token_at(k_rows, g, t))
+                v_rows = memory.rows_of(buffers[1], slot, head)
+                self.write_values(v_rows, row + 2 * g, t, tokens, values)
+            weights = self.attend(state, queries, keys, slope, (g, t), result)
+            pairs = [
+                cute.arch.shuffle_sync(values[i // 4], 4 * g + i % 4) for i in range(MAX_TOKENS)
+            ]
+            self.add_tokens(pairs, weights, tokens, t, result)
+            factor = scale
+        grid.launch_next()
+        self.emit(memory.rows_of(o, request, head), row + 2 * g, t, tokens, result, factor)
+
+    @cute.jit
+    def commit_and_verify(
+        self, tensors, decay: cute.Tensor, states, buffers, vectors, sizes, scale
+    ):
+        """One warp's 16 rows of every value head of a query/key head."""
+        indices, accepted = vectors
+        tokens, limit, value_heads, slots, group_size = sizes
+        thread, _, _ = cute.arch.thread_idx()
+        _, qk_head, request = cute.arch.block_idx()
+        shared = self.allocate()
         spare = decay.iterator.toint()
-        index = pool.element_of(indices, request, spare)
-        if cutlass.const_expr(self.config.commit):
-            shared = self.allocate()
-            element = pool.element_of(accepted, request, spare)
-            slot = pool.slot_of(indices, index, request, slots)
-            length = pool.length_of(accepted, element, limit)
-            for member in cutlass.range(group_size, unroll=1):
-                head = qk_head * group_size + member
-                slope = pool.slope_of(decay, head, qk_head, value_heads)
-                where = (request, slot, head, qk_head, thread // 32 * WARP_ROWS, member)
-                counts = (tokens, length)
-                self.step(tensors, slope, states, buffers, where, counts, shared, scale)
-        else:
-            member = part // self.splits
+        index, length = (pool.place_of(x, request, spare) for x in vectors)
+        grid.wait((*index, *length))
+        index, length = pool.read(index), pool.read(length)
+        grid.launch_next_beside()
+        slot = pool.slot_of(indices, index, request, slots)
+        counts = (tokens, pool.length_of(accepted, length, limit))
+        for member in cutlass.range(group_size, unroll=1):
             head = qk_head * group_size + member
-            slope = pool.slope_of(decay, head, qk_head, value_heads)
-            slot = pool.slot_of(indices, index, request, slots)
-            row = part % self.splits * self.config.tile_v + thread // 32 * WARP_ROWS
-            where = (request, slot, head, qk_head, row, member)
-            self.verify(tensors, slope, states, buffers, where, tokens, scale)
+            slope = pool.slope_of(pool.slope_at(decay, head, qk_head, value_heads))
+            where = (request, slot, head, qk_head, thread // 32 * WARP_ROWS, member)
+            self.step(tensors, slope, states, buffers, where, counts, shared, scale)
 
     def allocate(self) -> tuple:
         """Shared memory of a step: buffered keys; q and k; buffered values and v."""
@@ -153,40 +205,6 @@ class KvbufferVerify:
         plain = cute.make_layout(MAX_TOKENS * ROW_WORDS)
         old_values, values = (smem.allocate_tensor(Int32, plain, 16) for _ in range(2))
         return sOld, queries, keys, old_values, values
-
-    @cute.jit
-    def verify(self, tensors, slope, states, buffers, where, tokens: Int32, scale: Float32):
-        """One warp's 16 rows of one value head, without a commit."""
-        request, slot, head, qk_head, row, member = where
-        lane, _, _ = cute.arch.thread_idx()
-        g, t = warp_mma.lane_position(lane % 32)
-        q, k, v, o = tensors
-        k_buffer, v_buffer = buffers
-        result = cute.make_rmem_tensor(cute.make_layout(4), Float32)
-        result.fill(0.0)
-        factor = Float32(1.0)
-        if slot >= 0:
-            address, strides = states
-            place = warp_mma.state_at(address, memory.offset_of(strides, slot, head), row, g, t)
-            queries, keys = warp_mma.token_registers(), warp_mma.token_registers()
-            self.read_token(memory.rows_of(q, request, qk_head), g, t, tokens, queries)
-            self.read_token(memory.rows_of(k, request, qk_head), g, t, tokens, keys)
-            values = self.read_values(memory.rows_of(v, request, head), row + 2 * g, t, tokens)
-            state = warp_mma.state_registers()
-            warp_mma.load(place, state)
-            if k_buffer[0] != 0:
-                if row == 0 and member == 0 and g < tokens:
-                    k_rows = memory.rows_of(k_buffer, slot, qk_head)
-                    cute.autovec_copy(keys, warp_mma.token_at(k_rows, g, t))
-                v_rows = memory.rows_of(v_buffer, slot, head)
-                self.write_values(v_rows, row + 2 * g, t, tokens, values)
-            weights = self.attend(state, queries, keys, slope, (g, t), result)
-            pairs = [
-                cute.arch.shuffle_sync(values[i // 4], 4 * g + i % 4) for i in range(MAX_TOKENS)
-            ]
-            self.add_tokens(pairs, weights, tokens, t, result)
-            factor = scale
-        self.emit(memory.rows_of(o, request, head), row + 2 * g, t, tokens, result, factor)
 
     @cute.jit
     def step(self, tensors, slope, states, buffers, where, counts, shared, scale: Float32):
@@ -274,35 +292,33 @@ class KvbufferVerify:
                 first = part * 2 * warp_mma.STEPS
                 recurrence.advance(state, lam, keys, values, False, first)
 
-    @cute.jit
-    def read_token(self, rows, token, t, tokens: Int32, target: cute.Tensor):
-        """A lane's columns of token ``g``, zeros at and behind the end."""
-        target.fill(0)
-        if token < tokens:
-            cute.autovec_copy(warp_mma.token_at(rows, token, t), target)
+    def values_at(self, rows, row, t) -> tuple:
+        """Two rows of v, as a word, of tokens ``t`` and ``t + 4``."""
+        address, offset, stride_t = rows
+        at = (offset + memory.extended(t + 4 * i) * stride_t + row for i in range(2))
+        return tuple(memory.pairs(address, x, cute.make_layout(1)) for x in at)
 
     @cute.jit
-    def read_values(self, rows, row, t, tokens: Int32) -> cute.Tensor:
-        """Two rows of v, as a word, of tokens ``t`` and ``t + 4``; zeros at and behind the end."""
-        address, offset, stride_t = rows
+    def read_tokens(self, sources, token, t, tokens: Int32):
+        """A lane's part of q and k of token ``g`` and of v; zeros at and behind the end."""
+        queries, keys = warp_mma.token_registers(), warp_mma.token_registers()
         values = cute.make_rmem_tensor(cute.make_layout(2), Int32)
-        values.fill(0)
+        for target in (queries, keys, values):
+            target.fill(0)
+        if token < tokens:
+            cute.autovec_copy(sources[0], queries)
+            cute.autovec_copy(sources[1], keys)
         for i in cutlass.range_constexpr(2):
-            token = t + 4 * i
-            if token < tokens:
-                at = offset + memory.extended(token) * stride_t + row
-                values[i] = memory.pairs(address, at, cute.make_layout(1))[0]
-        return values
+            if t + 4 * i < tokens:
+                values[i] = sources[2 + i][0]
+        return queries, keys, values
 
     @cute.jit
     def write_values(self, rows, row, t, tokens: Int32, values: cute.Tensor):
-        """The counterpart of ``read_values``."""
-        address, offset, stride_t = rows
-        for i in cutlass.range_constexpr(2):
-            token = t + 4 * i
-            if token < tokens:
-                at = offset + memory.extended(token) * stride_t + row
-                memory.pairs(address, at, cute.make_layout(1))[0] = values[i]
+        """Two rows of v, as a word, of tokens ``t`` and ``t + 4``."""
+        for i, target in enumerate(self.values_at(rows, row, t)):
+            if t + 4 * i < tokens:
+                target[0] = values[i]
 
     def attend(self, state, queries, keys, slope, lane_position, result) -> tuple:
         """What the state gives in result order: register ``2 h + p`` is row 2 g + h, token 2 t + p.

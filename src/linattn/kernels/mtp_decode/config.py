@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from linattn.device.tiling import HEAD_DIM, MAX_TOKENS, check_row_split, smem_percent
+from linattn.device.tiling import HEAD_DIM, MAX_TOKENS, check_row_split
 
 RESIDENT_WARPS = {1: 32, 2: 20, 4: 12}
 """Warps that an SM holds at least, by rows of a lane: as many as spill no register."""
@@ -48,10 +48,6 @@ class MtpConfig:
     def ctas_per_sm(self) -> int:
         """CTAs that an SM should hold at least, which caps the registers of a thread."""
         return RESIDENT_WARPS[self.ilp] // self.warps
-
-    def carveout(self) -> int:
-        """Percent of an SM's L1 memory that so many CTAs need as shared memory."""
-        return smem_percent(self.smem_bytes(), self.ctas_per_sm())
 
 
 _MOST = 1 << 62

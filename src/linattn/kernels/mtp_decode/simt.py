@@ -37,7 +37,7 @@ import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, cute
 
 from linattn.device import memory, pool, recurrence, row_tile, staging
-from linattn.device.compat import SmemAllocator
+from linattn.device.compat import CARVEOUT, SmemAllocator
 from linattn.device.decay import decay_factor
 from linattn.device.layout import Layout
 from linattn.device.tiling import HEAD_DIM, MAX_TOKENS
@@ -90,7 +90,7 @@ class MtpDecode:
             grid=(self.splits * (value_heads // heads), heads, batch),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.config.ctas_per_sm(),
-            preferred_smem_carveout=self.config.carveout(),
+            preferred_smem_carveout=CARVEOUT,
             use_pdl=True,
             stream=stream,
         )
@@ -121,8 +121,8 @@ class MtpDecode:
         head = qk_head * group_size + part // self.splits
         first_row = part % self.splits * self.config.tile_v
         # Read together: everything else waits for them.
-        slope = pool.slope_of(decay, head, qk_head, value_heads)
-        index = pool.element_of(indices, request, decay.iterator.toint())
+        slope = pool.slope_of(pool.slope_at(decay, head, qk_head, value_heads))
+        index = pool.read(pool.place_of(indices, request, decay.iterator.toint()))
         slot = pool.slot_of(indices, index, request, slots)
         if slot < 0:
             self.write_zeros(memory.rows_of(o, request, head), thread, tokens, first_row)

@@ -1,4 +1,4 @@
-"""Shipped configurations of the commit kernel.
+"""Shipped configurations of the commit kernel, and the tables that pick one.
 
 Plain Python values only: the dataclass is the compile key, so it is hashable, picklable and
 importable without a GPU and without the DSL.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from linattn.device.tiling import HEAD_DIM, MAX_TOKENS, check_row_split, smem_percent
+from linattn.device.tiling import check_row_split, row_smem_bytes
 
 RESIDENT_WARPS = {1: 32, 2: 24, 4: 16}
 """Warps that an SM holds at least, by rows of a lane: as many as spill no register."""
@@ -46,25 +46,31 @@ class StateUpdateConfig:
 
     def smem_bytes(self) -> int:
         """Shared memory of one CTA in bytes: k and the CTA's part of v, as FP32."""
-        return 4 * MAX_TOKENS * (HEAD_DIM + self.tile_v)
+        return row_smem_bytes(self.tile_v)
 
     def ctas_per_sm(self) -> int:
         """CTAs that an SM should hold at least, which caps the registers of a thread."""
         table = RESIDENT_WARPS if self.stages == 1 else RESIDENT_WARPS_IN_STAGES
         return table[self.ilp] // self.warps
 
-    def carveout(self) -> int:
-        """Percent of an SM's L1 memory that so many CTAs need as shared memory."""
-        return smem_percent(self.smem_bytes(), self.ctas_per_sm())
 
+_MOST = 1 << 62
+
+TABLES: dict[str, tuple[tuple[int, StateUpdateConfig], ...]] = {
+    "sm90": (
+        (32, StateUpdateConfig(tile_v=32, warps=4, ilp=2, stages=1)),
+        (_MOST, StateUpdateConfig(tile_v=64, warps=4, ilp=2, stages=2)),
+    ),
+    "sm100": ((_MOST, StateUpdateConfig(tile_v=32, warps=4, ilp=2, stages=1, packed=True)),),
+}
+"""By family: configuration by states of a call, ``B * HV``, up to and with a row's first number."""
 
 FAMILIES: dict[str, tuple[StateUpdateConfig, ...]] = {
-    "sm90": (StateUpdateConfig(tile_v=64, warps=4, ilp=2, stages=2),),
-    "sm100": (StateUpdateConfig(tile_v=32, warps=4, ilp=2, stages=1, packed=True),),
+    family: tuple(config for _, config in table) for family, table in TABLES.items()
 }
 """Every configuration that ships, by family; ahead-of-time builds and codegen claims iterate it."""
 
 
-def choose(family: str) -> StateUpdateConfig:
-    """The configuration of every call."""
-    return FAMILIES[family][0]
+def choose(states: int, family: str) -> StateUpdateConfig:
+    """The configuration for a call on so many states."""
+    return next(config for limit, config in TABLES[family] if states <= limit)

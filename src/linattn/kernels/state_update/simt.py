@@ -26,10 +26,10 @@ next but one is requested into its registers.
 """
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute
 
-from linattn.device import memory, pool, recurrence, row_tile, staging
-from linattn.device.compat import SmemAllocator
+from linattn.device import grid, memory, pool, recurrence, row_tile, staging
+from linattn.device.compat import CARVEOUT, SmemAllocator
 from linattn.device.decay import decay_factor
 from linattn.device.layout import Layout
 from linattn.device.tiling import HEAD_DIM, MAX_TOKENS
@@ -72,7 +72,7 @@ class StateUpdate:
             grid=(self.splits * group_size, heads, batch),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.config.ctas_per_sm(),
-            preferred_smem_carveout=self.config.carveout(),
+            preferred_smem_carveout=CARVEOUT,
             use_pdl=True,
             stream=stream,
         )
@@ -86,53 +86,56 @@ class StateUpdate:
         sK = smem.allocate_tensor(Float32, cute.make_layout(MAX_TOKENS * HEAD_DIM), 16)
         sV = smem.allocate_tensor(Float32, cute.make_layout(MAX_TOKENS * self.config.tile_v), 16)
 
-        # Global memory may be another kernel's until that has ended.
-        cute.arch.griddepcontrol_wait()
         thread, _, _ = cute.arch.thread_idx()
         # From the last state to the first: those that a verification read last are still in L2.
         part, qk_head, request = (
             last - 1 - at for last, at in zip(cute.arch.grid_dim(), cute.arch.block_idx())
         )
-        # Read together: everything else waits for them.
-        spare = decay.iterator.toint()
-        index = pool.element_of(indices, request, spare)
-        length = pool.element_of(accepted, request, spare)
         head = qk_head * group_size + Int32(Uint32(part) // self.splits)
         first_row = Int32(Uint32(part) % self.splits) * self.config.tile_v
-        slope = pool.slope_of(decay, head, qk_head, value_heads)
+        lane, group = row_tile.lane_position(thread % 32)
+        # Row of this lane's first one in a batch, relative to the CTA's.
+        local = (thread // 32 * row_tile.GROUPS + group) * self.config.ilp
+
+        # Addresses in slot 0.
+        state = row_tile.rows_at(
+            states[0], memory.offset_of(states[1][1:], head), first_row + local, lane, 1
+        ).iterator.toint()
+        keys, values = (
+            staging.places(memory.rows_of(x, 0, owner), *columns, thread, self.threads)
+            for x, owner, columns in (
+                (k_buffer, qk_head, (HEAD_DIM, 0)),
+                (v_buffer, head, (self.config.tile_v, first_row)),
+            )
+        )
+        slope = pool.slope_at(decay, head, qk_head, value_heads)
+        spare = decay.iterator.toint()
+        index, length = (pool.place_of(x, request, spare) for x in vectors)
+        grid.wait((state, *keys, *values, slope, *index, *length))
+        # Read together: everything else waits for them.
+        index, length, slope = pool.read(index), pool.read(length), pool.slope_of(slope)
+        grid.launch_next_beside()
         slot = pool.slot_of(indices, index, request, slots)
         tokens = pool.length_of(accepted, length, limit)
         if slot >= 0 and tokens > 0:
-            address, strides = states
-            inputs = (
-                memory.rows_of(k_buffer, slot, qk_head),
-                memory.rows_of(v_buffer, slot, head),
-            )
             self.commit(
-                inputs,
+                [at + memory.bytes_of(k_buffer, slot, BFloat16) for at in keys],
+                [at + memory.bytes_of(v_buffer, slot, BFloat16) for at in values],
                 (sK, sV),
-                (address, memory.offset_of(strides, slot, head)),
-                (thread, first_row, tokens),
+                state + memory.bytes_of(states, slot, Float32),
+                (thread, lane, local, tokens),
                 slope,
             )
 
     @cute.jit
-    def commit(self, inputs, shared, state, position, slope: Float32):
+    def commit(self, key_places, value_places, shared, state, position, slope: Float32):
         """Step the CTA's rows over the accepted tokens, in place."""
-        thread, first_row, tokens = position
+        thread, lane, local, tokens = position
         ilp, stages, threads = self.config.ilp, self.config.stages, self.threads
-        columns, batch_rows = self.config.tile_v, row_tile.GROUPS * self.config.ilp
-        lane, group = row_tile.lane_position(thread % 32)
-        # Row of this lane's first one in a batch, relative to the CTA's.
-        local = (thread // 32) * batch_rows + group * ilp
-        batch = self.config.warps * batch_rows
-        address, offset = state
-        places = [
-            row_tile.rows_at(address, offset, first_row + local + s * batch, lane, ilp)
-            for s in range(stages)
-        ]
-        keys = staging.request(inputs[0], HEAD_DIM, 0, thread, threads, tokens)
-        values = staging.request(inputs[1], columns, first_row, thread, threads, tokens)
+        columns, batch = self.config.tile_v, self.config.warps * row_tile.GROUPS * self.config.ilp
+        places = [row_tile.rows_at(state, Int64(0), s * batch, 0, ilp) for s in range(stages)]
+        keys = staging.request_at(key_places, HEAD_DIM, thread, threads, tokens)
+        values = staging.request_at(value_places, columns, thread, threads, tokens)
         tiles = [row_tile.registers(ilp) for _ in range(min(stages, 2))]
         for s in cutlass.range_constexpr(len(tiles)):
             row_tile.load(places[s], tiles[s])
@@ -142,6 +145,8 @@ class StateUpdate:
         cute.arch.sync_threads()
         for s in cutlass.range_constexpr(stages):
             self.step_tokens(tiles[s % 2], shared, (tokens, lane, local + s * batch), lam)
+            if cutlass.const_expr(s == stages - 1):
+                grid.launch_next()
             row_tile.store(tiles[s % 2], places[s])
             if cutlass.const_expr(s + 2 < stages):
                 row_tile.load(places[s + 2], tiles[s % 2])

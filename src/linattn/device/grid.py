@@ -1,0 +1,38 @@
+"""Order of a grid with those before and behind it in a stream: programmatic dependent launch."""
+
+from cutlass import Int64, cute
+
+EARLY_CTAS = 132
+"""CTAs of a grid that the next one may be launched beside from the start: one an SM of an H200."""
+
+
+@cute.jit
+def wait(addresses: tuple):
+    """Wait until the grid before has ended; global memory may be its own until then.
+
+    ``addresses``, of which not all are null, are what the caller is about to read and write. They
+    are formed before the wait, while the grid before still runs: the condition, which always holds,
+    needs them. Without it the assembler moves the wait in front of them.
+    """
+    bits = Int64(0)
+    for address in addresses:
+        bits = bits | address
+    if bits != 0:
+        cute.arch.griddepcontrol_wait()
+
+
+def launch_next() -> None:
+    """Let the next grid be launched when every CTA has come here or ended. It ``wait``s in turn."""
+    cute.arch.griddepcontrol_launch_dependents()
+
+
+@cute.jit
+def launch_next_beside():
+    """``launch_next`` where this grid leaves every SM room.
+
+    CTAs that are launched beside a fuller grid go where that one happens to be thin, and some SMs
+    then work for two.
+    """
+    x, y, z = cute.arch.grid_dim()
+    if x * y * z <= EARLY_CTAS:
+        launch_next()
