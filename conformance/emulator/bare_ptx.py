@@ -77,13 +77,15 @@ def launch(
     cluster: tuple[int, int, int] = (1, 1, 1),
     shared: int = 0,
     kernel: str = "t",
+    programmatic: bool = False,
 ) -> None:
     machine.launch(
         Launch(
-            kernel, grid, (threads, 1, 1), cluster, shared, parameters, max_dynamic_shared=shared
+            kernel, grid, (threads, 1, 1), cluster, shared, parameters,
+            programmatic_serialization=programmatic, max_dynamic_shared=shared,
         ),
         buffers,
-    )
+    )  # fmt: skip
 
 
 def buffer(name: str, array: np.ndarray, **flags: Any) -> Buffer:
@@ -111,7 +113,7 @@ class Bench:
         self, body: str, *,
         checks: Iterable[str] = CHECKS, seed: int | None = None, shared: int = 0,
         grid: tuple[int, int, int] = (1, 1, 1), cluster: tuple[int, int, int] = (1, 1, 1),
-        budget: int = 1_000_000, **parts: Any,
+        budget: int = 1_000_000, programmatic: bool = False, **parts: Any,
     ) -> np.ndarray:  # fmt: skip
         """Run a body; returns the 64-bit output words of the lanes."""
         ptx = text(body, threads=self.threads, **parts)
@@ -120,7 +122,7 @@ class Bench:
         parameters = struct.pack("QQ", self.inputs.ctypes.data, self.outputs.ctypes.data)
         launch(
             self.machine, buffers, parameters, threads=self.threads, grid=grid, cluster=cluster,
-            shared=shared,
+            shared=shared, programmatic=programmatic,
         )  # fmt: skip
         return self.outputs
 

@@ -3,9 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ptx_emulator import launcher
 
 Mutation = Callable[[str], str]
+
+
+@contextmanager
+def planted(mutation: Mutation, kernels: str) -> Iterator[int]:
+    """Every loaded kernel whose name starts so is its mutant inside the block, whatever other tests
+    have loaded. Gives their number.
+    """
+    original = dict(launcher._functions)
+    mutants = {
+        name: f.with_ptx(mutation(f.ptx))
+        for name, f in original.items()
+        if f".entry {kernels}" in f.ptx
+    }
+    launcher._functions.update(mutants)
+    try:
+        yield len(mutants)
+    finally:
+        launcher._functions.clear()
+        launcher._functions.update(original)
 
 
 def cut(pattern: str, count: int = 1, last: bool = False) -> Mutation:

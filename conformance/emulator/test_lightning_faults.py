@@ -6,8 +6,6 @@ A mutation changes every place of its kind, so it does not depend on where the c
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -17,10 +15,9 @@ import linattn
 from linattn.host.launch import use_launcher
 from linattn.reference import lightning_chunked
 from ptx_emulator import CheckFailure, KernelFault
-from ptx_emulator import launcher as launcher_module
 from ptx_emulator.launcher import EmulatedLauncher
 
-from .mutations import Mutation
+from .mutations import Mutation, planted
 
 TOKENS = 150
 """Two whole chunks and a tail."""
@@ -88,6 +85,9 @@ FAULTS = {
         "synccheck: mbarrier at .* is used before its init|racecheck|initcheck",
         (None, 0, 1, 2, 3),
     ),
+    "missing wait for the grid before": Fault(
+        every(r"griddepcontrol\.wait;"), "racecheck: global memory is touched before"
+    ),
     "answer of a wait ignored": Fault(
         every(r"@P1 bra\.uni DONE;", "bra.uni DONE;"),
         "synccheck|racecheck|initcheck",
@@ -114,20 +114,6 @@ def run(
         return linattn.lightning_attn_fwd(q, k, v, decay, 0.5, state, True)
 
 
-@contextmanager
-def planted(mutation: Mutation) -> Iterator[None]:
-    """Every prefill kernel is its mutant inside the block, whatever other tests have loaded."""
-    original = dict(launcher_module._functions)
-    try:
-        for name, f in original.items():
-            if ".entry lightning_prefill" in f.ptx:
-                launcher_module._functions[name] = f.with_ptx(mutation(f.ptx))
-        yield
-    finally:
-        launcher_module._functions.clear()
-        launcher_module._functions.update(original)
-
-
 @pytest.mark.claim("EMU-15", "the Lightning kernel is silent under ten adversarial schedules")
 @pytest.mark.bitwise
 def test_clean_kernel_is_silent(problem: tuple[torch.Tensor, ...]) -> None:
@@ -140,12 +126,12 @@ def test_clean_kernel_is_silent(problem: tuple[torch.Tensor, ...]) -> None:
         assert torch.equal(final, want[1]), seed
 
 
-@pytest.mark.claim("EMU-16", "eleven faults planted in the Lightning kernel are found by name")
+@pytest.mark.claim("EMU-16", "twelve faults planted in the Lightning kernel are found by name")
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_found(name: str, problem: tuple[torch.Tensor, ...]) -> None:
     run(problem, None)  # the kernel is loaded now
     fault, report = FAULTS[name], ""
-    with planted(fault.mutation):
+    with planted(fault.mutation, "lightning_prefill"):
         for seed in fault.seeds:
             try:
                 run(problem, seed)

@@ -15,9 +15,11 @@ from linattn.host import cache, dispatch
 from linattn.host.arch import Arch
 from linattn.host.launch import use_launcher
 from linattn.host.signature import SIGNATURES
-from ptx_emulator import CHECKS, accepts, parse
+from ptx_emulator import CHECKS, CheckFailure, accepts, parse
 from ptx_emulator.isa import find
 from ptx_emulator.launcher import EmulatedLauncher
+
+from .mutations import cut, planted
 
 ARCHITECTURES = ("sm90", "sm100", "sm103")
 
@@ -44,6 +46,31 @@ def test_instructions_are_modelled(operator: str, target: str, config: object) -
         assert unknown == set()
         inexact = {op for op in kernel.opcodes() if (form := find(op)) and form.approximate}
         assert inexact == set(), "the emulator's bits would not be the GPU's"
+
+
+def draft_step(arch: str) -> None:
+    """Every draft operator once: verify, commit, decode, and a folded step."""
+    q, k, v = (torch.ones(1, 2, 1, 128, dtype=torch.bfloat16) for _ in range(3))
+    pool, decay = torch.ones(1, 1, 128, 128), torch.tensor([0.5])
+    held = {name: torch.zeros(1, 2, 1, 128).bfloat16() for name in ("k_buffer", "v_buffer")}
+    accepted = torch.tensor([2])
+    with use_launcher(EmulatedLauncher(arch)):
+        linattn.la_verify_kvbuffer(q, k, v, pool, decay, **held)
+        linattn.la_state_update_kvbuffer(*held.values(), pool, decay, None, accepted)
+        linattn.la_decode_mtp(q, k, v, pool, decay)
+        linattn.la_verify_kvbuffer(q, k, v, pool, decay, **held, accepted_len=accepted)
+
+
+@pytest.mark.claim("EMU-18", "a draft kernel that does not wait for the grid before is reported")
+@pytest.mark.parametrize("arch", ["sm90", "sm100"])
+@pytest.mark.parametrize("kernel", ["mtp_decode", "kvbuffer_verify", "state_update"])
+def test_missing_wait_is_found(kernel: str, arch: str) -> None:
+    draft_step(arch)
+    with planted(cut(r"griddepcontrol\.wait;"), kernel) as mutants:
+        assert mutants > 0
+        with pytest.raises(CheckFailure, match="global memory is touched before") as caught:
+            draft_step(arch)
+    assert kernel in str(caught.value)
 
 
 @pytest.mark.perf

@@ -414,3 +414,47 @@ def test_faults_carry_what_was_found_before() -> None:
 def test_unknown_check_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown checks"):
         Bench().run("mov.b32 %o, 1;", checks=("leakcheck",))
+
+
+# ---- racecheck, across grids
+BEFORE_WAIT = "global memory is touched before griddepcontrol.wait in a programmatic launch"
+FIRST_WARP_WAITS = "setp.lt.u32 %p, %t, 32; @%p griddepcontrol.wait; "
+TOUCHES = {
+    "load": "ld.global.b32 %o, [%i];",
+    "generic load": "ld.b32 %o, [%i];",
+    "store": "st.global.b32 [%u], %a;",
+    "atomic": "atom.global.add.u32 %o, [%u], 1;",
+    "reduction": "red.global.add.u32 [%u], 1;",
+    "cp.async": SLOT.replace("2;", "4;") + "cp.async.cg.shared.global [%v], [%i], 16;",
+    "bulk store": (
+        SLOT.replace("2;", "4;") + "st.shared.b32 [%v], 1; fence.proxy.async.shared::cta; "
+        "ld.param.b64 %u, [out]; setp.eq.b32 %p, %t, 0; "
+        "@%p cp.async.bulk.global.shared::cta.bulk_group [%u], [%v], 16; "
+        "@%p cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"
+    ),
+}
+
+
+def across_grids(body: str, **settings: Any) -> list[Finding]:
+    """Findings of racecheck; nothing but the body touches global memory."""
+    settings = {"programmatic": True, "loads": "", "tail": "ret;", **settings}
+    return findings(body, checks=("racecheck",), **settings)
+
+
+@pytest.mark.parametrize("touch", TOUCHES.values(), ids=TOUCHES)
+def test_racecheck_finds_memory_touched_before_the_grid_before_has_ended(touch: str) -> None:
+    """In a programmatic launch, and only there; a kernel without a wait may touch nothing."""
+    only(across_grids(touch), "racecheck", BEFORE_WAIT)
+    only(across_grids(touch + " griddepcontrol.wait;"), "racecheck", BEFORE_WAIT)
+    assert across_grids("griddepcontrol.wait; " + touch) == []
+    assert across_grids(touch, programmatic=False) == []
+
+
+def test_racecheck_orders_warps_behind_one_that_waits() -> None:
+    """A barrier behind the wait hands it on, one in front of it does not."""
+    load = TOUCHES["load"]
+    assert across_grids(FIRST_WARP_WAITS + "bar.sync 0; " + load) == []
+    for body in (FIRST_WARP_WAITS, "bar.sync 0; " + FIRST_WARP_WAITS):
+        assert only(across_grids(body + load), "racecheck", BEFORE_WAIT).warps == (1,)
+    handed_on = FIRST_WARP_WAITS + "bar.sync 0; " + load + load
+    assert across_grids(handed_on) == []

@@ -19,9 +19,11 @@ The granule is the smallest access of the kernel, 16 bytes at most.
 | commit_group, wait_group n | remember the queue's clock; order the warp after all but the last n |
 | async read of shared memory (wgmma, TMA store) | a generic write must be in FV, any other in VC |
 | any write | must be ordered after the last write and after every read |
+| global access of a programmatic launch | must be ordered after a griddepcontrol.wait |
 
-Not covered: global memory, races between the lanes of one warp, the strength of `.relaxed` (taken
-for `.release`), a successful try_wait whose result is ignored (adversarial schedules find that).
+Not covered: races in global memory within a grid, races between the lanes of one warp, the strength
+of `.relaxed` (taken for `.release`), a successful try_wait whose result is ignored (adversarial
+schedules find that).
 """
 
 from __future__ import annotations
@@ -87,6 +89,9 @@ class Monitor:
         size = (len(cta.shared) >> self.shift) + 1
         self.shared = [Shadow(size, 4 * n) for _ in cluster.ctas]
         self._tmem: dict[int, Shadow] = {}
+        self.unordered_grid = self.race and cta.launch.programmatic_serialization
+        self.grid_waits = np.zeros(n, np.int32)
+        self.behind_grid = np.zeros(n, bool)
         self.named: dict[Any, list[Any]] = {}
         self.groups: dict[Any, list[int]] = {}
         self.mbarrier_words: set[tuple[int, int]] = set()
@@ -121,6 +126,27 @@ class Monitor:
         if k > 1:
             return (a[:, None] + np.arange(k)).ravel(), np.repeat(warp, k)
         return a, warp
+
+    # ---- the grid before, in a programmatic launch
+    def grid_wait(self, unit: UnitBase, m: Mask) -> None:
+        """griddepcontrol.wait: the warp is ordered after the grid before."""
+        warps = self._warps(unit, m)
+        self.grid_waits[warps] = self.VC[warps, warps]
+        self.behind_grid[warps] = True
+
+    def touch_global(self, unit: UnitBase, m: Mask) -> None:
+        """An access to global memory: the warp, or one that it is ordered after, has waited."""
+        if not self.unordered_grid:
+            return
+        warps = self._warps(unit, m)
+        if self.behind_grid[warps].all():
+            return
+        seen = (self.grid_waits > 0) & (self.VC[warps, : self.n] >= self.grid_waits)
+        self.behind_grid[warps] |= seen.any(1)
+        early = m & ~self.behind_grid[self._warp(unit, unit.lane_warp)]
+        if early.any():
+            what = "global memory is touched before griddepcontrol.wait in a programmatic launch"
+            unit.report("racecheck", what, early)
 
     # ---- generic accesses
     def read(self, unit: UnitBase, cta: Cta, offsets: Lanes, m: Mask, nbytes: int) -> None:

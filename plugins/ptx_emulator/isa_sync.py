@@ -26,13 +26,18 @@ def trap(e: Emitter, i: Instr) -> None:
 
 @op(
     r"setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32",
-    r"griddepcontrol\.(?:wait|launch_dependents)",
+    r"griddepcontrol\.launch_dependents",
     r"nanosleep\.u32",
     r"pmevent(?:\.mask)?",
 )
 def no_effect(e: Emitter, i: Instr) -> None:
     """Register budgets, launch chaining and time are not modelled."""
     e.emit("pass")
+
+
+@op(r"griddepcontrol\.wait")
+def grid_wait(e: Emitter, i: Instr) -> None:
+    e.emit(f"U.grid_wait({e.active})")
 
 
 # ---- warp level

@@ -56,6 +56,11 @@ class UnitBase:
         """Count a finding at the running instruction (or the one that issued a late transfer)."""
         self.machine.report(check, message, self, mask)
 
+    def touches_global(self, m: Mask) -> None:
+        """Active lanes read or write global memory, or ask for a copy that does."""
+        if self.monitor is not None:
+            self.monitor.touch_global(self, m)
+
     def active_warps(self, m: Mask) -> Lanes:
         """Numbers of the warps (within the CTA) with an active lane."""
         active = np.asarray(m.reshape(-1, 32).any(1))

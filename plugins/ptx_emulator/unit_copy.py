@@ -24,6 +24,7 @@ class CopyOps(SyncOps, UnitBase):
         """Each lane copies `live` bytes (default n) from global to shared memory and fills up to n
         with zeros.
         """
+        self.touches_global(m)
         to, cta = target[m].astype(np.int64), self.cta
         if ((to | source[m].astype(np.int64)) & (n - 1)).any():
             raise Fault("memcheck", f"misaligned cp.async of {n} bytes")
@@ -105,6 +106,7 @@ class CopyOps(SyncOps, UnitBase):
         self, target: Lanes, descriptor: Lanes, at: list[Lanes], bar: Lanes,
         multicast: Lanes | None, pair: bool, m: Mask,
     ) -> None:  # fmt: skip
+        self.touches_global(m)
         for lane in np.flatnonzero(m):
             t = self._descriptor(int(descriptor[lane]))
             where = [int(c[lane]) for c in at]
@@ -135,6 +137,7 @@ class CopyOps(SyncOps, UnitBase):
         multicast: Lanes | None,
         m: Mask,
     ) -> None:
+        self.touches_global(m)
         for lane in np.flatnonzero(m):
             n, start, address = int(nbytes[lane]), int(source[lane]), int(target[lane])
             if n % 16 or start % 16 or n == 0:
@@ -186,6 +189,7 @@ class CopyOps(SyncOps, UnitBase):
     def tensor_store(
         self, descriptor: Lanes, at: list[Lanes], source: Lanes, reduce: str | None, m: Mask
     ) -> None:
+        self.touches_global(m)
         for lane in np.flatnonzero(m):
             t = self._descriptor(int(descriptor[lane]))
             where = [int(c[lane]) for c in at]
@@ -211,6 +215,7 @@ class CopyOps(SyncOps, UnitBase):
             self.machine.schedule.store(self, int(lane), run)
 
     def bulk_store(self, target: Lanes, source: Lanes, nbytes: Lanes, m: Mask) -> None:
+        self.touches_global(m)
         for lane in np.flatnonzero(m):
             n, start = int(nbytes[lane]), int(target[lane])
             if n % 16 or start % 16 or n == 0:

@@ -34,6 +34,7 @@ class MemoryOps(UnitBase):
         if space == "shared" and full and len(self.cta.cluster.ctas) == 1:
             return self._shared_load(self.cta, a, width, count, m)
         if space == "global":
+            self.touches_global(m)
             return self._scattered(self._global_load(a if full else a[m], width, count), m, full)
         if space == "generic":
             return self._by_window(
@@ -50,6 +51,7 @@ class MemoryOps(UnitBase):
     ) -> None:
         self.machine.progress += 1
         if space == "global":
+            self.touches_global(m)
             am = a if full else a[m]
             self._aligned(am, width * len(values), "global store", m)
             self._located(lambda: self.memory.check(am, width * len(values), True), m)

@@ -31,6 +31,11 @@ class SyncOps(UnitBase):
         if self.monitor is not None:
             self.monitor.fence(self, spelling, m)
 
+    def grid_wait(self, m: Mask) -> None:
+        """The grid before has ended; here it always has, but only now may the kernel rely on it."""
+        if self.monitor is not None:
+            self.monitor.grid_wait(self, m)
+
     # ---- named barriers and the cluster barrier
     def _split(self, key: Lanes, m: Mask, pc: int) -> Split | None:
         """Parts of the mask with equal keys, when there is more than one."""
