@@ -63,7 +63,9 @@ def draft_step(arch: str) -> None:
 
 @pytest.mark.claim("EMU-18", "a draft kernel that does not wait for the grid before is reported")
 @pytest.mark.parametrize("arch", ["sm90", "sm100"])
-@pytest.mark.parametrize("kernel", ["mtp_decode", "kvbuffer_verify", "state_update"])
+@pytest.mark.parametrize(
+    "kernel", ["mtp_decode_v32", "kvbuffer_verify_v32", "kvbuffer_verify_v128", "state_update_v32"]
+)
 def test_missing_wait_is_found(kernel: str, arch: str) -> None:
     draft_step(arch)
     with planted(cut(r"griddepcontrol\.wait;"), kernel) as mutants:

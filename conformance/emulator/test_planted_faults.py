@@ -423,6 +423,7 @@ TOUCHES = {
     "load": "ld.global.b32 %o, [%i];",
     "generic load": "ld.b32 %o, [%i];",
     "store": "st.global.b32 [%u], %a;",
+    "generic store": "st.b32 [%u], %a;",
     "atomic": "atom.global.add.u32 %o, [%u], 1;",
     "reduction": "red.global.add.u32 [%u], 1;",
     "cp.async": SLOT.replace("2;", "4;") + "cp.async.cg.shared.global [%v], [%i], 16;",
@@ -432,6 +433,7 @@ TOUCHES = {
         "@%p cp.async.bulk.global.shared::cta.bulk_group [%u], [%v], 16; "
         "@%p cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"
     ),
+    "bulk load": BULK,
 }
 
 
@@ -456,5 +458,5 @@ def test_racecheck_orders_warps_behind_one_that_waits() -> None:
     assert across_grids(FIRST_WARP_WAITS + "bar.sync 0; " + load) == []
     for body in (FIRST_WARP_WAITS, "bar.sync 0; " + FIRST_WARP_WAITS):
         assert only(across_grids(body + load), "racecheck", BEFORE_WAIT).warps == (1,)
-    handed_on = FIRST_WARP_WAITS + "bar.sync 0; " + load + load
-    assert across_grids(handed_on) == []
+    again = "bar.sync 0; @%p griddepcontrol.wait; "
+    assert across_grids(FIRST_WARP_WAITS + again + load + load) == []

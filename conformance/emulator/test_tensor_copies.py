@@ -57,10 +57,14 @@ def run(
 ) -> Machine:
     grid, cluster = settings.pop("grid", (1, 1, 1)), settings.pop("cluster", (1, 1, 1))
     readonly = settings.pop("readonly", True)
+    programmatic = settings.pop("programmatic", False)
     machine = machine_for(ptx, **settings)
     parameters = descriptor + struct.pack("QQ", out.ctypes.data, tensor.ctypes.data)
     buffers = [buffer("tensor", tensor, readonly=readonly), buffer("out", out)]
-    launch(machine, buffers, parameters, shared=64 * 1024, grid=grid, cluster=cluster)
+    launch(
+        machine, buffers, parameters, shared=64 * 1024, grid=grid, cluster=cluster,
+        programmatic=programmatic,
+    )  # fmt: skip
     return machine
 
 
@@ -290,3 +294,33 @@ def test_im2col_is_refused() -> None:
     )
     with pytest.raises(UnsupportedInstruction, match="instruction not modelled"):
         machine_for(ptx)
+
+
+TOUCHES = {
+    "load": f"""@%p bra WAIT;  mbarrier.arrive.expect_tx.shared.b64 _, [%v], 128;
+      cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%v+1024],
+        [%d, {{%c0, %c1}}], [%v];
+      {WAIT}""",
+    "store": """shl.b32 %w, %t, 2;  add.s32 %w, %v, %w;  st.shared.b32 [%w+1024], %t;
+      fence.proxy.async.shared::cta;  bar.sync 0;  @%p bra DONE;
+      cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%d, {%c0, %c1}], [%v+1024];
+      cp.async.bulk.commit_group;  cp.async.bulk.wait_group 0;
+      DONE:""",
+    "edited descriptor": ("@!%p tensormap.replace.tile.global_address.global.b1024.b64 [%o], %i;"),
+}
+
+
+@pytest.mark.parametrize("touch", TOUCHES.values(), ids=TOUCHES)
+def test_copies_wait_for_the_grid_before(touch: str) -> None:
+    tensor, out = np.zeros((9, 8), np.uint32), np.zeros(256, np.uint8)
+    start = -out.ctypes.data % 128
+    descriptor = encode(tensor.ctypes.data, "u32", (8, 9), (32,), (4, 8))
+    for wait, expected in (
+        ("", {"global memory is touched before griddepcontrol.wait in a programmatic launch"}),
+        ("griddepcontrol.wait; ", set()),
+    ):
+        machine = run(
+            kernel(wait + touch, (0, 0)), descriptor, tensor, out[start : start + 128],
+            readonly=False, programmatic=True, checks=("racecheck",),
+        )  # fmt: skip
+        assert {f.message for f in machine.findings} == expected

@@ -24,7 +24,10 @@ MMA = 8 + 24
 
 
 LAUNCHES = {"mtp_decode": 0, "state_update": 2, "kvbuffer_verify": 2}
-"""Places from which the next kernel may be launched before the end."""
+"""Places from which the next kernel may be launched before the end; with a commit first one."""
+FORMED = {"kvbuffer_verify_v": 8, "kvbuffer_verify_v128_commit": 4, "state_update_v": 9}
+"""Addresses of 64 bits that a thread forms before the wait, at least, by start of the name."""
+GLOBAL = r"\b(?:ld|st|atom|red)\.(?!(?:\w+\.)*(?:param|shared))|\bcp\."
 
 
 @pytest.fixture
@@ -100,27 +103,39 @@ def test_wide_accesses(operator: str, config: Any, entry: cache.Loaded, codegen:
 )
 @pytest.mark.parametrize(("operator", "target", "config"), SHIPPED)
 def test_order_of_launches(operator: str, config: Any, entry: cache.Loaded, codegen: Any) -> None:
-    """The wait is skipped where the union of addresses in use is null, so never."""
+    """The wait is skipped where the union of addresses in use is null, so never; the last stores of
+    a kernel that launches the next one come behind that."""
     from linattn.device.grid import EARLY_CTAS
 
-    ptx, opcodes = entry.ptx(), codegen.ptx_opcodes(entry.ptx())
+    opcodes = codegen.ptx_opcodes(entry.ptx())
+    before, wait, after = entry.ptx().partition("griddepcontrol.wait;")
+    assert wait
     assert codegen.count_opcodes(opcodes, "griddepcontrol.wait") == 1
-    before, _, after = ptx.partition("griddepcontrol.wait;")
-    assert not re.findall(r"\b(?:ld|st|atom|red)\.(?:\w+\.)*global|\bcp\.", before)
+    assert not re.findall(GLOBAL, before)
     early = LAUNCHES[operator] - int(getattr(config, "commit", False))
     assert after.count("griddepcontrol.launch_dependents;") == early
     assert codegen.count_opcodes(opcodes, "griddepcontrol.launch_dependents") == early
-    skipped = re.search(r"setp\.eq\.b64\s+(%p\d+), (%rd\d+), 0;\s+@\1 bra[^;]*;[^;]*$", before)
     if operator == "mtp_decode":
-        assert skipped is None
         assert not re.search(r"\bbra\b", before)
-    else:
-        assert skipped is not None
-        assert len(re.findall(r"\bbra\b", before)) == 1
-        assert re.search(rf"\bor\.b64\s+{skipped[2]}, ", before)
-    if early:
-        guard = rf"setp\.gt\.s32\s+(%p\d+), %r\d+, {EARLY_CTAS};\s+@\1 bra[^;]*;[^;]*$"
-        assert re.search(guard, after.partition("griddepcontrol.launch_dependents;")[0])
+        return
+    (skipped,) = re.findall(r"setp\.eq\.b64\s+(%p\d+), (%rd\d+), 0;\s+@\1 bra[^;]*;[^;]*$", before)
+    assert len(re.findall(r"\bbra\b", before)) == 1
+    formed = max((len(start), n) for start, n in FORMED.items() if config.name().startswith(start))
+    assert union_of(before, skipped[1]) >= formed[1]
+    guard = rf"setp\.gt\.s32\s+(%p\d+), %r\d+, {EARLY_CTAS};\s+@\1 bra[^;]*;[^;]*$"
+    assert re.search(guard, after.partition("griddepcontrol.launch_dependents;")[0])
+    if early == 2:
+        behind = codegen.ptx_opcodes(after.rpartition("griddepcontrol.launch_dependents;")[2])
+        rows = 4 * config.ilp if operator == "state_update" else 2
+        assert codegen.count_opcodes(behind, "st.global") == rows
+
+
+def union_of(ptx: str, register: str) -> int:
+    """How many values are united (or.b64) in a register."""
+    parts = dict(re.findall(r"\bor\.b64\s+(%rd\d+), ((?:%rd\d+)(?:, %rd\d+));", ptx))
+    if register not in parts:
+        return 1
+    return sum(union_of(ptx, part) for part in parts[register].split(", "))
 
 
 @pytest.mark.claim("SD-26", "two builds of a draft kernel give one cubin")

@@ -32,11 +32,11 @@ def lengths(problem: Problem, shift: int = 0) -> torch.Tensor:
 
 def step(problem: Problem, pool: torch.Tensor, held: Buffers, accepted: torch.Tensor) -> Any:
     """Verify, commit, decode a token, fold another step: every kernel, on one pool."""
-    q, k, v, _, decay, indices, scale = problem.arguments
-    rest = (pool, decay, indices, scale)
+    q, k, v = problem.q, problem.k, problem.v
+    rest = (pool, problem.decay, problem.indices, problem.scale)
     named = {"k_buffer": held[0], "v_buffer": held[1]}
     verified = linattn.la_verify_kvbuffer(q, k, v, *rest, **named)
-    linattn.la_state_update_kvbuffer(*held, pool, decay, indices, accepted)
+    linattn.la_state_update_kvbuffer(*held, *rest[:3], accepted)
     token = linattn.la_decode(q[:, 0], k[:, 0], v[:, 0], *rest)
     folded = linattn.la_verify_kvbuffer(q, k, v, *rest, **named, accepted_len=accepted)
     return verified, token, folded
@@ -101,48 +101,45 @@ def test_two_streams(cuda: torch.device, assert_bitwise: Any) -> None:
 @pytest.mark.claim("SD-19", "a step queued behind another reads all that it left")
 @pytest.mark.determinism
 @pytest.mark.parametrize("how", ["eager", "graph"])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_queued_steps(batch: int, how: str, cuda: torch.device, assert_bitwise: Any) -> None:
-    """64 heads: a grid of one request leaves room for an early launch, one of three does not."""
-    drafts = [
-        build(Case(batch, 4, (64, 64), "alibi", "int32", "HV", 0.1), cuda, i) for i in range(32)
-    ]
-    first = drafts[0]
+@pytest.mark.parametrize(("batch", "heads"), [(1, 8), (1, 64), (3, 64)])
+def test_queued_steps(
+    batch: int, heads: int, how: str, cuda: torch.device, assert_bitwise: Any
+) -> None:
+    """The first two have grids beside which the next one is launched at once, the last has not. A
+    sleep in front lets the host queue all of it before the first kernel starts.
+    """
+    case = Case(batch, 4, (heads, heads), "alibi", "int32", "HV", 0.1)
+    drafts = [build(case, cuda, seed) for seed in range(16)]
+    pool, held = drafts[0].pool.clone(), buffers(drafts[0])
 
-    def steps(wait: bool) -> tuple[torch.Tensor, ...]:
+    def steps() -> tuple[torch.Tensor, ...]:
+        """The kernels of 16 steps, each on new tokens."""
+        torch.cuda._sleep(20_000_000)
         results = []
         for i, x in enumerate(drafts):
-            rest = (pool, x.decay, x.indices, x.scale)
-            results.append(
-                linattn.la_verify_kvbuffer(x.q, x.k, x.v, *rest, k_buffer=held[0], v_buffer=held[1])
-            )
-            if wait:
-                torch.cuda.synchronize()
-            linattn.la_state_update_kvbuffer(*held, *rest[:3], accepted[i])
-            if wait:
-                torch.cuda.synchronize()
+            results += step(x, pool, held, accepted[i])
         return *results, pool, *held
 
     def renew() -> None:
-        pool.copy_(first.pool)
+        pool.copy_(drafts[0].pool)
         for x in held:
             x.zero_()
 
-    pool, held = first.pool.clone(), buffers(first)
     accepted = [lengths(x, i) for i, x in enumerate(drafts)]
-    want = tuple(x.clone() for x in steps(wait=True))
+    with linattn.checked():  # waits for the device in every call
+        want = tuple(x.clone() for x in steps())
     renew()
     if how == "eager":
-        got = steps(wait=False)
+        got = steps()
     else:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            got = steps(wait=False)
+            got = steps()
         for _ in range(5):
             renew()
             graph.replay()
     torch.cuda.synchronize()
-    names = " ".join(f"o{i}" for i in range(len(drafts)))
+    names = " ".join(f"verified{i} token{i} folded{i}" for i in range(len(drafts)))
     assert_bitwise(got, want, f"{names} states k_buffer v_buffer")
 
 

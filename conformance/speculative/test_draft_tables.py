@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from linattn.kernels.mtp_decode.config import MtpConfig
 from linattn.kernels.state_update.config import StateUpdateConfig
 
 pytestmark = pytest.mark.dispatch
+
+EARLY_CTAS = 132
 
 TABLE = pytest.mark.claim("SD-T1", "get_mtp_config is the table that decode calls are served by")
 ROWS = pytest.mark.claim("SD-T2", "rows that a tile would leave out cannot be configured")
@@ -99,6 +102,18 @@ def test_shipped_configurations_fit() -> None:
         for config in kernel.configs:
             assert config.ctas_per_sm() >= 1
             assert config.ctas_per_sm() * (config.smem_bytes() + 1024) <= 228 * 1024
+
+
+@EXPLAINED
+def test_verification_asks_for_the_shared_memory_of_a_commit() -> None:
+    """On Hopper, and so few CTAs for few states that the next grid is launched beside them."""
+    for states in (1, 8, 32, 33, 64, 65, 128, 2048):
+        sizes = {"B": states, "H": 1}
+        verify = linattn.explain("la_verify_kvbuffer", arch="sm90", T=4, **sizes)
+        commit = linattn.explain("la_state_update_kvbuffer", arch="sm90", **sizes)
+        assert verify.config.smem_bytes() == commit.config.smem_bytes()
+        assert verify.grid == commit.grid
+        assert (math.prod(verify.grid) <= EARLY_CTAS) == (states <= 65)
 
 
 @EXPLAINED

@@ -21,9 +21,10 @@ The granule is the smallest access of the kernel, 16 bytes at most.
 | any write | must be ordered after the last write and after every read |
 | global access of a programmatic launch | must be ordered after a griddepcontrol.wait |
 
-Not covered: races in global memory within a grid, races between the lanes of one warp, the strength
-of `.relaxed` (taken for `.release`), a successful try_wait whose result is ignored (adversarial
-schedules find that).
+Not covered: races in global memory within a grid, races between the lanes of one warp (a
+griddepcontrol.wait of one lane counts for all), the strength of `.relaxed` (taken for `.release`),
+a successful try_wait whose result is ignored (adversarial schedules find that), a CTA that ends
+without a griddepcontrol.wait and touches nothing.
 """
 
 from __future__ import annotations
@@ -131,7 +132,8 @@ class Monitor:
     def grid_wait(self, unit: UnitBase, m: Mask) -> None:
         """griddepcontrol.wait: the warp is ordered after the grid before."""
         warps = self._warps(unit, m)
-        self.grid_waits[warps] = self.VC[warps, warps]
+        first = warps[self.grid_waits[warps] == 0]
+        self.grid_waits[first] = self.VC[first, first]
         self.behind_grid[warps] = True
 
     def touch_global(self, unit: UnitBase, m: Mask) -> None:

@@ -256,6 +256,8 @@ class CopyOps(SyncOps, UnitBase):
     def replace_descriptor(
         self, space: str, a: Lanes, field: str, ordinal: int, value: Lanes, m: Mask
     ) -> None:
+        if space == "global":
+            self.touches_global(m)
         for lane in np.flatnonzero(m):
             window = self._descriptor_bytes(space, int(a[lane]))
             raw = bytearray(window.tobytes())
@@ -273,6 +275,7 @@ class CopyOps(SyncOps, UnitBase):
     def publish_descriptor(self, target: Lanes, source: Lanes, n: int, m: Mask) -> None:
         if n != tma.DESCRIPTOR_BYTES:
             raise Unmodelled(f"tensormap.cp_fenceproxy of {n} bytes")
+        self.touches_global(m)
         for warp in np.flatnonzero(m[::32]):
             lane = int(warp) * 32
             data = self._descriptor_bytes("shared::cta", int(source[lane]))

@@ -60,7 +60,7 @@ def rows_of(rows: tuple, outer, head) -> tuple:
     return address, offset_of((stride_outer, stride_head), outer, head), stride_token
 
 
-def bytes_of(rows: tuple, outer, element) -> Int64:
+def byte_offset(rows: tuple, outer, element) -> Int64:
     """Distance in bytes from coordinate 0 of the first dimension to ``outer``.
 
     ``rows`` is an address with strides.

@@ -15,7 +15,7 @@ PADDING = -1
 
 
 @cute.jit
-def place_of(vector: tuple, request: Int32, spare: Int64) -> tuple:
+def places_of(vector: tuple, request: Int32, spare: Int64) -> tuple:
     """Addresses of the words (low, high) of a request's element; a 32-bit one is both.
 
     There is no branch, so that the reads of several vectors are in flight together. Where the
@@ -28,9 +28,9 @@ def place_of(vector: tuple, request: Int32, spare: Int64) -> tuple:
     return at, at + wide * 4
 
 
-def read(place: tuple) -> tuple:
+def element_at(places: tuple) -> tuple:
     """The words (low, high) at their addresses."""
-    low, high = (words(at, 0, cute.make_layout(1))[0] for at in place)
+    low, high = (words(at, 0, cute.make_layout(1))[0] for at in places)
     return low, high
 
 

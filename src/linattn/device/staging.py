@@ -62,7 +62,7 @@ def settle_floats(
     threads: cutlass.Constexpr,
     tokens,
 ):
-    """What ``request`` asked for, as FP32 rows of ``columns`` columns in shared memory."""
+    """What was requested, as FP32 rows of ``columns`` columns in shared memory."""
     pieces = columns // PIECE
     floats = cute.make_rmem_tensor(cute.make_layout(PIECE), Float32)
     for n in cutlass.range_constexpr(cute.size(held, mode=[1])):
@@ -84,7 +84,7 @@ def settle_words(
     thread,
     threads: cutlass.Constexpr,
 ):
-    """What ``request`` asked for, zeros included, as bf16 rows ``row_words`` words apart."""
+    """What was requested, zeros included, as bf16 rows ``row_words`` words apart."""
     pieces = columns // PIECE
     for n in cutlass.range_constexpr(cute.size(held, mode=[1])):
         index = thread + n * threads
@@ -103,7 +103,7 @@ def write(
     threads: cutlass.Constexpr,
     tokens,
 ):
-    """What ``request`` asked for, to ``tokens`` rows of global memory."""
+    """What was requested, to ``tokens`` rows of global memory."""
     address, offset, stride_t = target
     pieces = columns // PIECE
     for n in cutlass.range_constexpr(cute.size(held, mode=[1])):

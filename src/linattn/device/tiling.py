@@ -8,6 +8,9 @@ HEAD_DIM = 128
 MAX_TOKENS = 8
 """Most tokens of a request in one call."""
 
+ANY_NUMBER = 1 << 62
+"""Last row of a table by number of states."""
+
 ROW_GROUPS = 4
 """Rows of a state that one access of a warp touches in scalar kernels: eight lanes share a row."""
 

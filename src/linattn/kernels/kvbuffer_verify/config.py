@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from linattn.device.tiling import HEAD_DIM, MAX_TOKENS, row_smem_bytes
+from linattn.device.tiling import ANY_NUMBER, HEAD_DIM, MAX_TOKENS, row_smem_bytes
 
 WARP_ROWS = 16
 """Rows of the state that a warp owns: the rows of one tensor-core product."""
@@ -55,8 +55,8 @@ class KvbufferVerifyConfig:
 
         With commit: buffered keys as FP32; q and k as bf16 with 32 bytes of padding a row; buffered
         values and v as bf16. Without, none of it is used, but a CTA asks for as much as one of the
-        commit kernel: an SM divides its memory for one of the two alike, and a commit that is
-        launched beside a verification need not wait for an SM to be empty.
+        commit kernel on Hopper: an SM has to be empty to divide its memory anew between L1 and
+        shared memory, and a commit is launched beside a verification.
         """
         row = 2 * HEAD_DIM
         if self.commit:
@@ -66,9 +66,12 @@ class KvbufferVerifyConfig:
 
 TABLE: tuple[tuple[int, KvbufferVerifyConfig], ...] = (
     (32, KvbufferVerifyConfig(tile_v=32)),
-    (1 << 62, KvbufferVerifyConfig(tile_v=64)),
+    (ANY_NUMBER, KvbufferVerifyConfig(tile_v=64)),
 )
-"""Configuration by states of a call, ``B * HV``, up to and with the first number of a row."""
+"""Configuration by states of a call, ``B * HV``, up to and with the first number of a row.
+
+Few states: as many CTAs as an H200 has SMs, or the next grid could not be launched beside them.
+"""
 
 COMMIT = KvbufferVerifyConfig(tile_v=HEAD_DIM, commit=True)
 """The configuration of every call that commits first."""

@@ -31,6 +31,9 @@ architecture, because pairs of registers for two-wide arithmetic do not fit besi
 | score   | i (8), t, d_k  | k, bf16                    | q, bf16          | 8               |
 | state   | v (16), t, d_k | S as three bf16 parts      | q, bf16          | 24              |
 
+Every access waits for the kernel before; addresses are formed ahead of that. The next kernel may be
+launched beside a grid of few CTAs from then on, beside other verifications when outputs are left.
+
 The state goes from memory to operands without shared memory; ``device/warp_mma.py`` says how. What
 follows the products is FP32: the score is multiplied by its factor, the state's term by its own,
 the tokens are added in order with fused multiply-adds, later tokens are never touched, and the sum
@@ -39,7 +42,7 @@ is scaled and rounded to bf16 once.
 | budget    | value                                                              |
 | --------- | ------------------------------------------------------------------ |
 | registers | 64 of state, 32 of q and k, no spill                               |
-| shared    | with commit buffered keys as FP32, other tokens as bf16; else none |
+| shared    | with commit buffered keys as FP32, other tokens as bf16; else unused |
 | barriers  | with commit the CTA-wide one: once, and twice for each further head |
 
 ``reference/speculative.py`` does the same operations in the same order and gives the same bits.
@@ -70,6 +73,8 @@ class KvbufferVerify:
         self.config = config
         self.threads = 32 * config.warps
         self.splits = HEAD_DIM // config.tile_v
+        # With commit the DSL adds up what is allocated.
+        self.unused_smem = None if config.commit else config.smem_bytes()
 
     @cute.jit
     def __call__(
@@ -110,7 +115,7 @@ class KvbufferVerify:
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.config.ctas_per_sm(),
             preferred_smem_carveout=CARVEOUT,
-            smem=self.config.smem_bytes(),
+            smem=self.unused_smem,
             use_pdl=True,
             stream=stream,
         )
@@ -144,10 +149,10 @@ class KvbufferVerify:
         # The state in slot 0.
         place = warp_mma.state_at(states[0], memory.offset_of(states[1][1:], head), row, g, t)
         slope = pool.slope_at(decay, head, qk_head, value_heads)
-        index = pool.place_of(indices, request, decay.iterator.toint())
+        index = pool.places_of(indices, request, decay.iterator.toint())
         grid.wait((*index, slope, *(x.iterator.toint() for x in (place, *sources))))
         # The slot first: the state waits for it.
-        index, slope = pool.read(index), pool.slope_of(slope)
+        index, slope = pool.element_at(index), pool.slope_of(slope)
         grid.launch_next_beside()
         queries, keys, values = self.read_tokens(sources, g, t, tokens)
         slot = pool.slot_of(indices, index, request, slots)
@@ -156,7 +161,7 @@ class KvbufferVerify:
         factor = Float32(1.0)
         if slot >= 0:
             state = warp_mma.state_registers()
-            start = place.iterator.toint() + memory.bytes_of(states, slot, Float32)
+            start = place.iterator.toint() + memory.byte_offset(states, slot, Float32)
             warp_mma.load(memory.floats(start, 0, place.layout), state)
             if buffers[0][0] != 0:
                 if row == 0 and member == 0 and g < tokens:
@@ -184,9 +189,9 @@ class KvbufferVerify:
         _, qk_head, request = cute.arch.block_idx()
         shared = self.allocate()
         spare = decay.iterator.toint()
-        index, length = (pool.place_of(x, request, spare) for x in vectors)
+        index, length = (pool.places_of(x, request, spare) for x in vectors)
         grid.wait((*index, *length))
-        index, length = pool.read(index), pool.read(length)
+        index, length = pool.element_at(index), pool.element_at(length)
         grid.launch_next_beside()
         slot = pool.slot_of(indices, index, request, slots)
         counts = (tokens, pool.length_of(accepted, length, limit))

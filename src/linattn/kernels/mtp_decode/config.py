@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from linattn.device.tiling import HEAD_DIM, MAX_TOKENS, check_row_split
+from linattn.device.tiling import ANY_NUMBER, HEAD_DIM, MAX_TOKENS, check_row_split
 
 RESIDENT_WARPS = {1: 32, 2: 20, 4: 12}
 """Warps that an SM holds at least, by rows of a lane: as many as spill no register."""
@@ -50,16 +50,14 @@ class MtpConfig:
         return RESIDENT_WARPS[self.ilp] // self.warps
 
 
-_MOST = 1 << 62
-
 TABLES: dict[str, tuple[tuple[int, MtpConfig], ...]] = {
     "sm90": (
         (2048, MtpConfig(tile_v=32, warps=4, ilp=2, stages=1)),
-        (_MOST, MtpConfig(tile_v=128, warps=4, ilp=2, stages=4)),
+        (ANY_NUMBER, MtpConfig(tile_v=128, warps=4, ilp=2, stages=4)),
     ),
     "sm100": (
         (2048, MtpConfig(tile_v=32, warps=4, ilp=2, stages=1, packed=True)),
-        (_MOST, MtpConfig(tile_v=64, warps=4, ilp=4, stages=1, packed=True)),
+        (ANY_NUMBER, MtpConfig(tile_v=64, warps=4, ilp=4, stages=1, packed=True)),
     ),
 }
 """By family: configuration by states of a call, ``B * HV``, up to and with a row's first number.

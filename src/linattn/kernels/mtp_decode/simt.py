@@ -122,7 +122,7 @@ class MtpDecode:
         first_row = part % self.splits * self.config.tile_v
         # Read together: everything else waits for them.
         slope = pool.slope_of(pool.slope_at(decay, head, qk_head, value_heads))
-        index = pool.read(pool.place_of(indices, request, decay.iterator.toint()))
+        index = pool.element_at(pool.places_of(indices, request, decay.iterator.toint()))
         slot = pool.slot_of(indices, index, request, slots)
         if slot < 0:
             self.write_zeros(memory.rows_of(o, request, head), thread, tokens, first_row)

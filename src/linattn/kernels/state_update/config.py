@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from linattn.device.tiling import check_row_split, row_smem_bytes
+from linattn.device.tiling import ANY_NUMBER, check_row_split, row_smem_bytes
 
 RESIDENT_WARPS = {1: 32, 2: 24, 4: 16}
 """Warps that an SM holds at least, by rows of a lane: as many as spill no register."""
@@ -54,16 +54,18 @@ class StateUpdateConfig:
         return table[self.ilp] // self.warps
 
 
-_MOST = 1 << 62
-
 TABLES: dict[str, tuple[tuple[int, StateUpdateConfig], ...]] = {
     "sm90": (
         (32, StateUpdateConfig(tile_v=32, warps=4, ilp=2, stages=1)),
-        (_MOST, StateUpdateConfig(tile_v=64, warps=4, ilp=2, stages=2)),
+        (ANY_NUMBER, StateUpdateConfig(tile_v=64, warps=4, ilp=2, stages=2)),
     ),
-    "sm100": ((_MOST, StateUpdateConfig(tile_v=32, warps=4, ilp=2, stages=1, packed=True)),),
+    "sm100": ((ANY_NUMBER, StateUpdateConfig(tile_v=32, warps=4, ilp=2, stages=1, packed=True)),),
 }
-"""By family: configuration by states of a call, ``B * HV``, up to and with a row's first number."""
+"""By family: configuration by states of a call, ``B * HV``, up to and with a row's first number.
+
+Few states, on Hopper: as many CTAs as an H200 has SMs, or the next grid could not be launched
+beside them. Rows of a CTA are those of ``kvbuffer_verify``, whose shared memory follows from them.
+"""
 
 FAMILIES: dict[str, tuple[StateUpdateConfig, ...]] = {
     family: tuple(config for _, config in table) for family, table in TABLES.items()

@@ -20,9 +20,11 @@ Work: a CTA owns ``tile_v`` rows of one state; a warp walks ``stages`` batches o
 All warps have one role. CTAs take the states from the last to the first, because a verification
 before took them from the first to the last, and left the last ones in L2.
 
-Order of a CTA: k and v, then the first two batches of the state are requested; k and v become
-FP32 in shared memory behind one barrier; then every batch takes its tokens and is written, and the
-next but one is requested into its registers.
+Order of a CTA: addresses are formed; the kernel before is waited for; k and v, then the first two
+batches of the state are requested; k and v become FP32 in shared memory behind one barrier; then
+every batch takes its tokens and is written, and the next but one is requested into its registers.
+The next kernel may be launched beside a grid of few CTAs behind that wait, beside others before the
+last rows are written.
 """
 
 import cutlass
@@ -110,19 +112,19 @@ class StateUpdate:
         )
         slope = pool.slope_at(decay, head, qk_head, value_heads)
         spare = decay.iterator.toint()
-        index, length = (pool.place_of(x, request, spare) for x in vectors)
+        index, length = (pool.places_of(x, request, spare) for x in vectors)
         grid.wait((state, *keys, *values, slope, *index, *length))
         # Read together: everything else waits for them.
-        index, length, slope = pool.read(index), pool.read(length), pool.slope_of(slope)
+        index, length, slope = pool.element_at(index), pool.element_at(length), pool.slope_of(slope)
         grid.launch_next_beside()
         slot = pool.slot_of(indices, index, request, slots)
         tokens = pool.length_of(accepted, length, limit)
         if slot >= 0 and tokens > 0:
             self.commit(
-                [at + memory.bytes_of(k_buffer, slot, BFloat16) for at in keys],
-                [at + memory.bytes_of(v_buffer, slot, BFloat16) for at in values],
+                [at + memory.byte_offset(k_buffer, slot, BFloat16) for at in keys],
+                [at + memory.byte_offset(v_buffer, slot, BFloat16) for at in values],
                 (sK, sV),
-                state + memory.bytes_of(states, slot, Float32),
+                state + memory.byte_offset(states, slot, Float32),
                 (thread, lane, local, tokens),
                 slope,
             )
