@@ -56,6 +56,8 @@ def test_table(arch: Any, table: dict[tuple[int, int], MtpConfig], draft_len: in
     [
         ((0, 64, 4, "sm90"), ValueError, "batch: got 0"),
         ((1, -1, 4, "sm90"), ValueError, "heads: got -1"),
+        ((65536, 1, 4, "sm90"), ValueError, "batch: got 65536, expected an int from 1 to 65535"),
+        ((1, 65536, 4, "sm90"), ValueError, "heads: got 65536, expected an int from 1 to 65535"),
         ((1, 64, 9, "sm90"), ValueError, "draft_len: got 9, expected an int from 1 to 8"),
         ((1, 64, 0, "sm90"), ValueError, "draft_len: got 0"),
         ((True, 64, 4, "sm90"), TypeError, "batch: got True"),

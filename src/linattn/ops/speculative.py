@@ -225,14 +225,14 @@ def get_mtp_config(batch: int, heads: int, draft_len: int, arch: ArchLike) -> Mt
         UnsupportedArchitecture: no kernel is meant for it.
     """
     for name, value, most in (
-        ("batch", batch, None),
-        ("heads", heads, None),
+        ("batch", batch, dispatch.GRID_MAX),
+        ("heads", heads, dispatch.GRID_MAX),
         ("draft_len", draft_len, MAX_TOKENS),
     ):
-        expected = "an int of at least 1" if most is None else f"an int from 1 to {most}"
+        expected = f"an int from 1 to {most}"
         if type(value) is not int:
             raise type_error(name, f"{value!r} ({type(value).__name__})", expected)
-        if value < 1 or (most is not None and value > most):
+        if not 1 <= value <= most:
             raise value_error(name, value, expected)
     shapes = {"B": batch, "T": draft_len, "H": heads, "HV": heads}
     chosen = dispatch.select(MTP_DECODE.operator, Arch.parse(arch), shapes)
