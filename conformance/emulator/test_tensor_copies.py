@@ -306,7 +306,10 @@ TOUCHES = {
       cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%d, {%c0, %c1}], [%v+1024];
       cp.async.bulk.commit_group;  cp.async.bulk.wait_group 0;
       DONE:""",
-    "edited descriptor": ("@!%p tensormap.replace.tile.global_address.global.b1024.b64 [%o], %i;"),
+    "edited descriptor": "@!%p tensormap.replace.tile.global_address.global.b1024.b64 [%o], %i;",
+    "published descriptor": """add.s32 %w, %v, 1024;
+      tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned
+        [%o], [%w], 128;""",
 }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from linattn.device.tiling import EARLY_CTAS
 from linattn.host import cache, dispatch
 
 pytestmark = pytest.mark.codegen
@@ -105,8 +106,6 @@ def test_wide_accesses(operator: str, config: Any, entry: cache.Loaded, codegen:
 def test_order_of_launches(operator: str, config: Any, entry: cache.Loaded, codegen: Any) -> None:
     """The wait is skipped where the union of addresses in use is null, so never; the last stores of
     a kernel that launches the next one come behind that."""
-    from linattn.device.grid import EARLY_CTAS
-
     opcodes = codegen.ptx_opcodes(entry.ptx())
     before, wait, after = entry.ptx().partition("griddepcontrol.wait;")
     assert wait

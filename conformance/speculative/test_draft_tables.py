@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 
 import linattn
+from linattn.device.tiling import EARLY_CTAS
 from linattn.host import dispatch
 from linattn.kernels.kvbuffer_verify.config import KvbufferVerifyConfig
 from linattn.kernels.mtp_decode.config import MtpConfig
 from linattn.kernels.state_update.config import StateUpdateConfig
 
 pytestmark = pytest.mark.dispatch
-
-EARLY_CTAS = 132
 
 TABLE = pytest.mark.claim("SD-T1", "get_mtp_config is the table that decode calls are served by")
 ROWS = pytest.mark.claim("SD-T2", "rows that a tile would leave out cannot be configured")

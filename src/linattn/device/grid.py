@@ -7,9 +7,7 @@ one, which waits for this one alone, is ordered after all of them.
 
 from cutlass import Int64, cute
 
-EARLY_CTAS = 132
-"""CTAs of a grid that the next one may be launched beside from the start: one an SM of the H200
-that this was timed on. Elsewhere, too, it decides on time and on nothing else."""
+from linattn.device.tiling import EARLY_CTAS
 
 
 @cute.jit

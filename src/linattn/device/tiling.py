@@ -8,6 +8,10 @@ HEAD_DIM = 128
 MAX_TOKENS = 8
 """Most tokens of a request in one call."""
 
+EARLY_CTAS = 132
+"""CTAs of a grid that the next one may be launched beside from the start: one an SM of the H200
+that this was timed on. Elsewhere, too, it decides on time and on nothing else."""
+
 ANY_NUMBER = 1 << 62
 """Last row of a table by number of states."""
 
