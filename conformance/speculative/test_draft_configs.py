@@ -1,4 +1,5 @@
-"""Every shipped configuration on one small problem, whatever the tables would choose for it."""
+"""Every shipped configuration on one small problem, whatever the tables would choose for it, and
+a decode of several batches of rows a warp, as tuning may want it: no shipped one has that."""
 
 from __future__ import annotations
 
@@ -11,16 +12,18 @@ from draft_cases import Case, build
 
 import linattn
 from linattn.host import dispatch, launch
+from linattn.kernels.mtp_decode.config import MtpConfig
 from linattn.reference.speculative import lightning_decode, lightning_verify
 
-FAMILIES = ("sm90", "sm100")
+TUNED = ("mtp_decode", "sm90")
+SEVERAL_BATCHES = MtpConfig(tile_v=128, warps=4, ilp=2, stages=4)
 ROWS = [
     pytest.param(
         family, operator, config, id=config.name(), marks=getattr(pytest.mark, family)
     )
     for (operator, family), kernel in dispatch.TABLE.items()
     if operator != "lightning_prefill"
-    for config in kernel.configs
+    for config in (*kernel.configs, *[SEVERAL_BATCHES] * ((operator, family) == TUNED))
 ]  # fmt: skip
 
 

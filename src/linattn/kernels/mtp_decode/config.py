@@ -51,10 +51,7 @@ class MtpConfig:
 
 
 TABLES: dict[str, tuple[tuple[int, MtpConfig], ...]] = {
-    "sm90": (
-        (2048, MtpConfig(tile_v=32, warps=4, ilp=2, stages=1)),
-        (ANY_NUMBER, MtpConfig(tile_v=128, warps=4, ilp=2, stages=4)),
-    ),
+    "sm90": ((ANY_NUMBER, MtpConfig(tile_v=32, warps=4, ilp=2, stages=1)),),
     "sm100": (
         (2048, MtpConfig(tile_v=32, warps=4, ilp=2, stages=1, packed=True)),
         (ANY_NUMBER, MtpConfig(tile_v=64, warps=4, ilp=4, stages=1, packed=True)),
@@ -62,10 +59,9 @@ TABLES: dict[str, tuple[tuple[int, MtpConfig], ...]] = {
 }
 """By family: configuration by states of a call, ``B * HV``, up to and with a row's first number.
 
-Few states: many small CTAs, so that every SM has loads in flight and the last wave is full. Many:
-CTAs that read q and k less often; two batches of rows in registers do not fit beside the register
-pairs of two-wide arithmetic. On an H200 the two Hopper rows are within 2 % of one another from 64
-requests of 64 heads on; below 32 the first is ahead by 5 % and more.
+Many small CTAs, so that every SM has loads in flight and the last wave is full: the fastest on an
+H200 at every number of states. On Blackwell, of many states, CTAs that read q and k less often; two
+batches of rows in registers do not fit beside the register pairs of two-wide arithmetic.
 """
 
 FAMILIES: dict[str, tuple[MtpConfig, ...]] = {
