@@ -243,6 +243,18 @@ BAD: dict[str, tuple[str, Callable[[], dict[str, Any]], type[Exception], str]] =
         ONE, lambda: {"state_indices": torch.zeros(B, device="meta").int()}, ValueError, "meta"
     ),
     **{
+        f"{operator}-sparse {name}": (
+            operator,
+            lambda name=name, operator=operator: {name: legal(operator)[name].to_sparse()},
+            TypeError,
+            f"{name}: got a sparse_coo tensor, expected a strided one",
+        )
+        for name, operator in (
+            ("q", ONE), ("state_pool", UPDATE), ("decay", MTP), ("decay", UPDATE),
+            ("state_indices", VERIFY), ("accepted_len", UPDATE), ("k_buffer", VERIFY), ("out", ONE),
+        )
+    },
+    **{
         f"{name}-negative": (
             name,
             lambda: {"decay": torch.full((HV,), -0.5j).conj().imag},
@@ -264,6 +276,17 @@ def test_bad_input(case: str, host: Recorder) -> None:
         with pytest.raises(error, match=message):
             call(name, **change())
         assert len(host.launches) == warm
+
+
+@REFUSED
+@pytest.mark.parametrize("name", [ONE, MTP, VERIFY, UPDATE])
+def test_nested_tensors(name: str, host: Recorder) -> None:
+    """In a first call. In one like a call before, torch's check of tensors ends the process."""
+    for argument, tensor in legal(name).items():
+        nested = torch.nested.nested_tensor([tensor[0]])
+        with pytest.raises(TypeError, match=f"^{argument}: got a nested tensor"):
+            call(name, **{argument: nested})
+    assert not host.launches
 
 
 def pool_and(*shape: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:

@@ -28,7 +28,7 @@ MAX_UNITS = 2**30
 """Units of work of a launch: the next one of a CTA is computed in 32 bits."""
 INT32_MAX = 2**31 - 1
 GRID_MAX = 2**16 - 1
-"""Most CTAs of a grid's second and third dimension."""
+"""Most CTAs of a grid's second and third dimension. Requests beyond that take further launches."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Plan:
         arch: architecture that the kernel is compiled for.
         kernel: dotted name of the kernel's module.
         config: the compiled configuration; None where no kernel is launched.
-        grid: CTAs of the launch; all zero where no kernel is launched.
+        grid: CTAs of the launch, or of the first of several; all zero where no kernel is launched.
         segments: pieces that a sequence is cut into.
         reason: why, in words.
     """
@@ -147,11 +147,12 @@ def _states(shapes: Shapes) -> int:
 
 
 def _row_grid(config: Any, shapes: Shapes, multiprocessors: int) -> tuple[int, int, int]:
-    """Parts of the states of a query/key head, query/key heads, requests."""
-    for letter in ("H", "B"):
-        if shapes[letter] > GRID_MAX:
-            raise value_error(letter, shapes[letter], f"at most {GRID_MAX}")
-    return (HEAD_DIM // config.tile_v * (shapes["HV"] // shapes["H"]), shapes["H"], shapes["B"])
+    """Parts of the states of a query/key head, query/key heads, requests of a launch."""
+    heads = shapes["H"]
+    if heads > GRID_MAX:
+        raise value_error("H", heads, f"at most {GRID_MAX}")
+    parts = HEAD_DIM // config.tile_v * (shapes["HV"] // heads)
+    return (parts, heads, min(shapes["B"], GRID_MAX))
 
 
 def _verify_grid(config: Any, shapes: Shapes, multiprocessors: int) -> tuple[int, int, int]:
@@ -309,10 +310,12 @@ def select(
         return Plan(operator, arch, kernel.module, None, (0, 0, 0), pieces, reason)
     config = kernel.choose(shapes, multiprocessors)
     grid = kernel.grid(config, shapes, multiprocessors)
+    launches = math.ceil(sizes["B"] / grid[2]) if grid[2] > 1 else 1
     reason = (
         f"{arch} is served by {kernel.path}; its configuration {config.name()} suits "
         f"{', '.join(f'{name} = {size}' for name, size in sizes.items())} "
         f"on {multiprocessors} multiprocessors, as {math.prod(grid)} CTAs"
+        f"{f' in the first of {launches} launches' if launches > 1 else ''}"
     )
     return Plan(operator, arch, kernel.module, config, grid, pieces, reason)
 

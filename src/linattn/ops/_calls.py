@@ -8,6 +8,7 @@ over the properties of all tensors serves the rest.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -122,6 +123,43 @@ class DraftPlan(Plan):
         }
         self.layout = signature.layout(shaped, sizes, flags)
         self.layout_at = self.layout.buffer_info()[0]
+        if function is not None and sizes["B"] > dispatch.GRID_MAX:
+            self.function = _InParts(signature, function, shaped, sizes, flags)
+
+
+class _InParts:
+    """The compiled function, for more requests than one grid takes: one launch after another."""
+
+    def __init__(
+        self,
+        signature: Signature,
+        function: Callable[..., Any],
+        tensors: Mapping[str, Tensor],
+        sizes: Mapping[str, int],
+        flags: Mapping[str, int],
+    ) -> None:
+        self.function = function
+        self.parts: list[tuple[list[int], array[int]]] = []
+        """Of each part the bytes by which addresses move, in the order of the signature, and its
+        layout."""
+        by_slot = "state_indices" in tensors
+        moving = "B" if by_slot else "BP"  # without indices request b has slot b
+        for first in range(0, sizes["B"], dispatch.GRID_MAX):
+            part = {**sizes, "B": min(dispatch.GRID_MAX, sizes["B"] - first)}
+            if not by_slot:
+                part["P"] -= first
+            moved = [0] * len(signature.tensors)
+            for index, spec in enumerate(signature.tensors):
+                tensor = tensors.get(spec.name)
+                if tensor is not None and spec.by_address and str(spec.dims[0]) in moving:
+                    moved[index] = first * tensor.stride(0) * tensor.element_size()
+            self.parts.append((moved, signature.layout(tensors, part, flags)))
+
+    def __call__(self, *arguments: Any) -> None:
+        for moved, layout in self.parts:
+            count = len(moved)
+            places = [at + by if by else at for at, by in zip(arguments, moved)]
+            self.function(*places, layout.buffer_info()[0], *arguments[count + 1 :])
 
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan)
@@ -139,16 +177,22 @@ def plain(tensors: Tensors) -> bool:
     )
 
 
+_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # untyped
+
+
 def refuse_others(signature: Signature, tensors: Tensors) -> None:
-    """Raise for what is given as a tensor and is none, or is missing.
+    """Raise for what is given as a tensor and is none, is missing, or has no strides.
 
     Raises:
-        TypeError: such as a list.
+        TypeError: such as a list, or a sparse or nested tensor.
     """
     for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor):
-            continue
         spec = signature[name]
+        if isinstance(tensor, Tensor):
+            if tensor.is_nested or tensor.layout is not torch.strided:
+                kind = "nested" if tensor.is_nested else str(tensor.layout).rpartition(".")[2]
+                raise type_error(spec.label, f"a {kind} tensor", "a strided one")
+            continue
         if tensor is not None or not spec.optional:
             expected = f"a tensor {signature.shape_text(spec)}"
             raise type_error(spec.label, type(tensor).__name__, expected)
@@ -158,7 +202,7 @@ def recall(launcher: launch.Launcher, form: Hashable, given: Sequence[Tensor]) -
     """The plan of the latest call of that form with these shapes, or None if it does not fit."""
     try:
         plan = launcher.plans.get(_shapes(form, given))
-    except (AttributeError, TypeError):  # no tensor, or symbolic sizes
+    except (AttributeError, RuntimeError, TypeError):  # no tensor, a nested one, symbolic sizes
         return None
     if plan is None or not plan.matches(*given):
         return None
@@ -180,9 +224,17 @@ def find(
     """The plan of a call that the latest ones of its form do not fit.
 
     Raises:
-        TypeError: a required argument that is no tensor; and whatever ``build`` raises.
+        TypeError: a required argument that is no tensor, or one such as ``torch.vmap`` makes; and
+            whatever ``build`` raises.
     """
     refuse_others(signature, tensors)
+    for name, tensor in tensors.items():
+        if tensor is not None and _wrapped(tensor):
+            raise type_error(
+                signature[name].label,
+                "a tensor of torch.vmap or another transform",
+                "a tensor with memory",
+            )
     given = [tensor for tensor in tensors.values() if tensor is not None]
     key = (form, properties(given))
     plan: AnyPlan | None = launcher.plans.get(key)

@@ -44,9 +44,10 @@ def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> 
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
 
 
-_mode: Any = torch._C._get_dispatch_mode  # untyped
-_PROXY: Any = torch._C._TorchDispatchModeKey.PROXY
-_tracing: Any = torch._C._get_tracing_state
+_tracing: Any = torch._C._is_tracing  # untyped
+_modes: Any = torch._C._len_torch_dispatch_stack
+_mode: Any = torch._C._get_dispatch_mode
+_RECORDING: Any = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
 _unpack_dual: Any = forward_ad.unpack_dual
 
 
@@ -54,13 +55,14 @@ def eager() -> bool:
     """Whether a call may run without the dispatcher, because nobody records or derives it.
 
     A graph recorded from the direct path would hold the allocations of the results and not what
-    fills them.
+    fills them; under the mode of fake tensors those have no memory. Modes that only watch see the
+    direct path.
     """
     return not (
         is_compiling()
-        or _mode(_PROXY) is not None
-        or _tracing() is not None
         or forward_ad._current_level >= 0
+        or _tracing()
+        or (_modes() and any(_mode(key) is not None for key in _RECORDING))
     )
 
 

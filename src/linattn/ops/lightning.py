@@ -83,16 +83,16 @@ def lightning_attn_fwd(
         UnsupportedArchitecture: an architecture that no kernel is meant for.
         RuntimeError: a first call inside a CUDA-graph capture; see ``linattn.warm_up``.
     """
-    if _library.eager():
-        # fmt: off
-        return run(
-            q, k, v, decay, scale, initial_state, output_final_state, chunk_size, segments, out,
-            _dispatched,
+    # fmt: off
+    if not _library.eager():
+        return _dispatched(
+            q, k, v, decay, scale, initial_state, output_final_state, chunk_size, segments, out
         )
-        # fmt: on
-    return _dispatched(
-        q, k, v, decay, scale, initial_state, output_final_state, chunk_size, segments, out
+    return run(
+        q, k, v, decay, scale, initial_state, output_final_state, chunk_size, segments, out,
+        _dispatched,
     )
+    # fmt: on
 
 
 class Plan(_calls.Plan):

@@ -89,17 +89,17 @@ def lightning_attn_fwd_varlen(
         RuntimeError: a first call inside a CUDA-graph capture, see ``linattn.warm_up``; a capture
             in checked mode.
     """
-    if _library.eager():
-        # fmt: off
-        return run(
+    # fmt: off
+    if not _library.eager():
+        return _dispatched(
             q, k, v, decay, cu_seqlens, scale, state_pool, initial_state_indices, chunk_size,
-            persistent, has_initial_state, segments, out, _dispatched,
+            persistent, has_initial_state, segments, out,
         )
-        # fmt: on
-    return _dispatched(
-        *(q, k, v, decay, cu_seqlens, scale, state_pool, initial_state_indices),
-        *(chunk_size, persistent, has_initial_state, segments, out),
+    return run(
+        q, k, v, decay, cu_seqlens, scale, state_pool, initial_state_indices, chunk_size,
+        persistent, has_initial_state, segments, out, _dispatched,
     )
+    # fmt: on
 
 
 def run(

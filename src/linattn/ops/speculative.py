@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.compiler import is_compiling
 
 from linattn.device.tiling import MAX_TOKENS
 from linattn.errors import type_error, value_error
 from linattn.host import dispatch, validate
 from linattn.host.arch import Arch, ArchLike
-from linattn.host.signature import KVBUFFER_VERIFY, MTP_DECODE, SIGNATURES, STATE_UPDATE
+from linattn.host.signature import (
+    KVBUFFER_VERIFY,
+    MTP_DECODE,
+    SIGNATURES,
+    STATE_UPDATE,
+    Signature,
+)
 from linattn.kernels.mtp_decode.config import MtpConfig
 from linattn.ops import _calls, _library, _speculative
 from linattn.ops._speculative import DECODE, DECODE_MTP, UPDATE, VERIFY
@@ -66,7 +72,7 @@ def la_decode(
         RuntimeError: a first call inside a CUDA-graph capture; see ``linattn.warm_up``.
     """
     # fmt: off
-    if is_compiling():
+    if not _library.eager():
         return _decode(DECODE, q, k, v, state_pool, decay, state_indices, scale, True, None, out)
     return _speculative.decode(
         DECODE, q, k, v, state_pool, decay, state_indices, scale, True, None, out, _decode
@@ -109,7 +115,7 @@ def la_decode_mtp(
         As ``la_decode``; ``ValueError`` for another number of tokens.
     """
     # fmt: off
-    if is_compiling():
+    if not _library.eager():
         return _decode(
             DECODE_MTP, q, k, v, state_pool, decay, state_indices, scale, update_state,
             intermediate_states, out,
@@ -166,7 +172,7 @@ def la_verify_kvbuffer(
         or lengths without buffers.
     """
     # fmt: off
-    if is_compiling():
+    if not _library.eager():
         return _verify(
             q, k, v, state_pool, decay, state_indices, scale, k_buffer, v_buffer, accepted_len, out
         )
@@ -201,7 +207,7 @@ def la_state_update_kvbuffer(
         As ``la_decode``.
     """
     # fmt: off
-    if is_compiling():
+    if not _library.eager():
         _update(k_buffer, v_buffer, state_pool, decay, state_indices, accepted_len)
     else:
         _speculative.update(
@@ -214,8 +220,8 @@ def get_mtp_config(batch: int, heads: int, draft_len: int, arch: ArchLike) -> Mt
     """The decode configuration that a call gets.
 
     Args:
-        batch: requests.
-        heads: value heads.
+        batch: requests, 1 or more.
+        heads: value heads, 1 or more.
         draft_len: tokens of a request, 1..8. The same configuration was fastest at every one.
         arch: architecture such as ``"sm90"`` or ``(9, 0)``.
 
@@ -224,17 +230,16 @@ def get_mtp_config(batch: int, heads: int, draft_len: int, arch: ArchLike) -> Mt
         ValueError: numbers out of range.
         UnsupportedArchitecture: no kernel is meant for it.
     """
-    for name, value, most in (
-        ("batch", batch, dispatch.GRID_MAX),
-        ("heads", heads, dispatch.GRID_MAX),
-        ("draft_len", draft_len, MAX_TOKENS),
+    for name, value, most, expected in (
+        ("batch", batch, math.inf, "an int of at least 1"),
+        ("heads", heads, math.inf, "an int of at least 1"),
+        ("draft_len", draft_len, MAX_TOKENS, f"an int from 1 to {MAX_TOKENS}"),
     ):
-        expected = f"an int from 1 to {most}"
         if type(value) is not int:
             raise type_error(name, f"{value!r} ({type(value).__name__})", expected)
         if not 1 <= value <= most:
             raise value_error(name, value, expected)
-    shapes = {"B": batch, "T": draft_len, "H": heads, "HV": heads}
+    shapes = {"B": batch, "T": draft_len, "H": 1, "HV": heads}
     chosen = dispatch.select(MTP_DECODE.operator, Arch.parse(arch), shapes)
     config: MtpConfig = chosen.config
     return config
@@ -260,11 +265,13 @@ def warm(function: Any, device: torch.device, operator: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# The registered operators: what torch.compile, fake tensors and subclasses see
+# The registered operators: what torch.compile, recorders, fake tensors and subclasses see
 
 
-def _check_tensors(signature: Any, tensors: _calls.Tensors) -> None:
+def _check_tensors(signature: Signature, tensors: _calls.Tensors) -> None:
     _calls.refuse_others(signature, tensors)
+    named = [(signature[name].label, x) for name, x in tensors.items() if name != "decay"]
+    _library.no_tangent(named)
     if is_grad_enabled():
         _calls.refuse_grad(signature, tensors)
 
