@@ -79,20 +79,44 @@ def check(build: Build, device: torch.device, assert_bitwise: Any) -> None:
 
 
 @pytest.mark.claim("LA-74", "memcheck finds no stray access of packed prefill")
-@pytest.mark.sanitize("memcheck", "initcheck")
+@pytest.mark.sanitize("memcheck")
 @pytest.mark.parametrize("build", MEMORY, ids=lambda build: build.__name__)
 def test_memory(build: Build, device: torch.device, assert_bitwise: Any) -> None:
     check(build, device, assert_bitwise)
 
 
+@pytest.mark.claim("LA-76", "initcheck finds no read of what nothing wrote, in packed prefill")
+@pytest.mark.sanitize("initcheck")
+@pytest.mark.parametrize("build", MEMORY, ids=lambda build: build.__name__)
+def test_initialisation(build: Build, device: torch.device, assert_bitwise: Any) -> None:
+    check(build, device, assert_bitwise)
+
+
+@pytest.fixture
+def few_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One CTA takes all units of a persistent grid."""
+    launcher = launch.current()
+    monkeypatch.setattr(launcher, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(launcher, "plans", {})
+
+
 @pytest.mark.claim("LA-75", "synccheck finds no misuse of a barrier in packed prefill")
-@pytest.mark.sanitize("synccheck", "racecheck")
+@pytest.mark.sanitize("synccheck")
 @pytest.mark.parametrize("build", BARRIERS, ids=lambda build: build.__name__)
 def test_barriers(
-    build: Build, device: torch.device, monkeypatch: pytest.MonkeyPatch, assert_bitwise: Any
+    build: Build, device: torch.device, request: pytest.FixtureRequest, assert_bitwise: Any
 ) -> None:
     if build is many_units_of_one_cta:
-        launcher = launch.current()
-        monkeypatch.setattr(launcher, "multiprocessors", lambda device: 1)
-        monkeypatch.setattr(launcher, "plans", {})
+        request.getfixturevalue("few_processors")
+    check(build, device, assert_bitwise)
+
+
+@pytest.mark.claim("LA-77", "racecheck finds no accesses without an order in packed prefill")
+@pytest.mark.sanitize("racecheck")
+@pytest.mark.parametrize("build", BARRIERS, ids=lambda build: build.__name__)
+def test_races(
+    build: Build, device: torch.device, request: pytest.FixtureRequest, assert_bitwise: Any
+) -> None:
+    if build is many_units_of_one_cta:
+        request.getfixturevalue("few_processors")
     check(build, device, assert_bitwise)

@@ -1,9 +1,9 @@
 """Fixed-length prefill under compute-sanitizer: small problems with every kind of edge.
 
-The marks choose: ``--sanitizer=memcheck`` runs the first test, ``--sanitizer=synccheck`` the
-second, each case in a process of its own. Without the option both are skipped: a run that no tool
-watches says nothing of what a tool would find. On a GPU
-initcheck and racecheck are advisory: they do not follow every access of the tensor-memory engine.
+The marks choose: ``--sanitizer=TOOL`` runs the test of that tool, each case in a process of its
+own. Without the option all are skipped: a run that no tool watches says nothing of what a tool
+would find. On a GPU initcheck and racecheck are advisory: they do not follow every access of the
+tensor-memory engine.
 """
 
 from __future__ import annotations
@@ -79,14 +79,28 @@ def check(build: Build, device: torch.device, assert_bitwise: Any) -> None:
 
 
 @pytest.mark.claim("LA-17", "memcheck finds no stray and no misaligned access")
-@pytest.mark.sanitize("memcheck", "initcheck")
+@pytest.mark.sanitize("memcheck")
 @pytest.mark.parametrize("build", MEMORY, ids=lambda build: build.__name__)
 def test_memory(build: Build, device: torch.device, assert_bitwise: Any) -> None:
     check(build, device, assert_bitwise)
 
 
+@pytest.mark.claim("LA-15", "initcheck finds no read of memory that nothing has written")
+@pytest.mark.sanitize("initcheck")
+@pytest.mark.parametrize("build", MEMORY, ids=lambda build: build.__name__)
+def test_initialisation(build: Build, device: torch.device, assert_bitwise: Any) -> None:
+    check(build, device, assert_bitwise)
+
+
 @pytest.mark.claim("LA-18", "synccheck finds no misuse of a barrier")
-@pytest.mark.sanitize("synccheck", "racecheck")
+@pytest.mark.sanitize("synccheck")
 @pytest.mark.parametrize("build", BARRIERS, ids=lambda build: build.__name__)
 def test_barriers(build: Build, device: torch.device, assert_bitwise: Any) -> None:
+    check(build, device, assert_bitwise)
+
+
+@pytest.mark.claim("LA-19", "racecheck finds no accesses of shared memory without an order")
+@pytest.mark.sanitize("racecheck")
+@pytest.mark.parametrize("build", BARRIERS, ids=lambda build: build.__name__)
+def test_races(build: Build, device: torch.device, assert_bitwise: Any) -> None:
     check(build, device, assert_bitwise)
