@@ -122,6 +122,45 @@ def test_a_missed_limit_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ]
 
 
+def test_what_is_not_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A limit that a test without timings holds, or misses; not those of timed tests, of sets of
+    ratios, or figures without a limit."""
+
+    def worst(test: str, value: float | str, limit: float | None, better: str = "lower") -> Any:
+        held = {"value": value, "limit": limit, "better": better}
+        return {"name": "us", "unit": None, "test": test, **held}
+
+    host = "suite/test_speed.py::test_host"
+    figures_of = {
+        "B-2": {"held": worst(host, 7.336, 8.0), "free": worst(host, 3.0, None)},
+        "A-1": {"low": worst(f"{host}[x]", 0.5, 0.9, "higher"), "row": worst(TEST, 1.0, 2.0)},
+        "C-3": {"mean": worst("a set", 0.4, 0.6), "lost": worst(host, "nan", 1.0)},
+    }
+    rest = {
+        "text": "stated",
+        "kinds": [],
+        "arches": [],
+        "verdict": "verified",
+        "selected": 1,
+        "deselected": 0,
+        "counts": {"passed": 1},
+        "tests": {},
+    }
+    stated = {name: {**rest, "worst": figures} for name, figures in figures_of.items()}
+    file = run_file(tmp_path, {f"{TEST}[a]": record(10, 40)}, claims=stated)
+    assert claims.main(["timings", file]) == 0
+    assert capsys.readouterr().out.splitlines()[7:] == [
+        "",
+        "Measured by other tests of this run, the worst of each:",
+        "",
+        "| claim | test | figure | worst | limit |",
+        "| --- | --- | --- | --- | --- |",
+        f"| A-1 | `{host}[x]` | us | 0.5 | >= 0.9, missed |",
+        f"| B-2 | `{host}` | us | 7.336 | <= 8 |",
+        f"| C-3 | `{host}` | us | nan | <= 1, missed |",
+    ]
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_rows_with_other_columns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], order: int

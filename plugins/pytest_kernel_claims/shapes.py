@@ -83,6 +83,9 @@ POSITIVE = Leaf("a finite number above 0", lambda value: _number(value) and valu
 FIGURE = Leaf("a number", lambda value: _number(value) or value in ("nan", "inf", "-inf"))
 BETTER = _among("lower", "higher")
 
+MEASURED = Exactly(
+    name=TEXT, value=FIGURE, limit=Nullable(FIGURE), unit=Nullable(TEXT), better=BETTER
+)
 STATE = {"utilisation_percent": Nullable(NUMBER), "reasons": [TEXT]}
 PROCESS = {
     "readings_ms": Some(POSITIVE),
@@ -128,6 +131,7 @@ RUN = {
             "selected": COUNT,
             "deselected": COUNT,
             "counts": Each(WHOLE),
+            "worst": Optional(Each(Exactly(**MEASURED, test=TEXT))),
         }
     ),
     "ratio_sets": Optional(
@@ -151,9 +155,6 @@ def _escalation(value: Any) -> bool:
     )
 
 
-MEASURED = Exactly(
-    name=TEXT, value=FIGURE, limit=Nullable(FIGURE), unit=Nullable(TEXT), better=BETTER
-)
 EVIDENCE = {
     "exitstatus": WHOLE,
     "claims": Each(

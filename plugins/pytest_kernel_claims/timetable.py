@@ -18,7 +18,8 @@ Record = Mapping[str, Any]
 
 
 def tables(runs: list[dict[str, Any]]) -> str:
-    """Markdown: a table for each timed test of each run, and a line for each set of ratios."""
+    """Markdown: a table for each timed test of each run, a line for each set of ratios, and a
+    table of what else the run measured."""
     lines: list[str] = []
     for run in runs:
         tests: dict[str, dict[str, Record]] = {}
@@ -30,6 +31,7 @@ def tables(runs: list[dict[str, Any]]) -> str:
             lines += [f"`{function}`: {_method(function, rows)}.", ""]
             lines += _table(rows) if len(rows) <= LONGEST else _fold(rows)
             lines += [*_sets(run, function), ""]
+        lines += _measured(run, set(tests))
     return "\n".join(lines[:-1]) + "\n"
 
 
@@ -91,10 +93,13 @@ def _limit(record: Record) -> str:
 
 
 def _ratio(record: Record, figure: Mapping[str, Any]) -> str:
-    sign = ">=" if figure["better"] == "higher" else "<="
     missed = _missed(record, figure)
-    limit = "" if figure["limit"] is None else f" ({sign} {figure['limit']:g}{missed})"
+    limit = "" if figure["limit"] is None else f" ({_sign(figure)} {figure['limit']:g}{missed})"
     return f"{_value(record, figure):.2f}{limit}"
+
+
+def _sign(figure: Mapping[str, Any]) -> str:
+    return ">=" if figure["better"] == "higher" else "<="
 
 
 def _value(record: Record, figure: Mapping[str, Any]) -> float:
@@ -121,6 +126,30 @@ def _sets(run: Mapping[str, Any], function: str) -> Iterator[str]:
         judged = figures.RatioSet(name, **one["limits"], ratios=one["ratios"])
         yield ""
         yield f"Set of ratios: {judged.describe()}."
+
+
+def _measured(run: Mapping[str, Any], timed: set[str]) -> Iterator[str]:
+    """What tests that time nothing measured against a limit, such as a host time; of each figure
+    the worst."""
+    found = [
+        (claim, one)
+        for claim, stated in sorted(run["claims"].items())
+        for one in stated.get("worst", {}).values()
+        if one["limit"] is not None and "::" in one["test"]
+        if one["test"].partition("[")[0] not in timed
+    ]
+    if not found:
+        return
+    yield "Measured by other tests of this run, the worst of each:"
+    yield ""
+    yield merge.row("claim", "test", "figure", "worst", "limit")
+    yield merge.row(*["---"] * 5)
+    for claim, one in found:
+        value, most = float(one["value"]), float(one["limit"])
+        missed = Measurement(one["name"], value, most, better=one["better"]).violated
+        limit = f"{_sign(one)} {most:g}{', missed' if missed else ''}"
+        yield merge.row(claim, f"`{one['test']}`", one["name"], f"{value:.4g}", limit)
+    yield ""
 
 
 def add_command(commands: Any) -> None:
