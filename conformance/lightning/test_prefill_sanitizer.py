@@ -85,7 +85,7 @@ def test_memory(build: Build, device: torch.device, assert_bitwise: Any) -> None
     check(build, device, assert_bitwise)
 
 
-@pytest.mark.claim("LA-15", "initcheck finds no read of memory that nothing has written")
+@pytest.mark.claim("LA-27", "initcheck finds no read of memory that nothing has written")
 @pytest.mark.sanitize("initcheck")
 @pytest.mark.parametrize("build", MEMORY, ids=lambda build: build.__name__)
 def test_initialisation(build: Build, device: torch.device, assert_bitwise: Any) -> None:
@@ -99,7 +99,7 @@ def test_barriers(build: Build, device: torch.device, assert_bitwise: Any) -> No
     check(build, device, assert_bitwise)
 
 
-@pytest.mark.claim("LA-19", "racecheck finds no accesses of shared memory without an order")
+@pytest.mark.claim("LA-28", "racecheck finds no accesses of shared memory without an order")
 @pytest.mark.sanitize("racecheck")
 @pytest.mark.parametrize("build", BARRIERS, ids=lambda build: build.__name__)
 def test_races(build: Build, device: torch.device, assert_bitwise: Any) -> None:
