@@ -42,8 +42,12 @@ def tensors(seed: int) -> tuple[torch.Tensor, ...]:
     return inputs.q, inputs.k, inputs.v, inputs.decay
 
 
-def test_make_fx_records_the_operator() -> None:
-    graph = make_fx(fixed)(*tensors(0))
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+@pytest.mark.parametrize("before", [0, 1], ids=["cold", "warm"])
+def test_make_fx_records_the_operator(before: int, pre_dispatch: bool) -> None:
+    for seed in range(before):
+        fixed(*tensors(seed))
+    graph = make_fx(fixed, pre_dispatch=pre_dispatch)(*tensors(0))
     assert "linattn.lightning_attn_fwd" in graph.code
     assert torch.equal(graph(*tensors(1)), fixed(*tensors(1)))
 
@@ -54,7 +58,17 @@ def test_jit_trace_records_the_operator() -> None:
     assert torch.equal(traced(*tensors(1)), fixed(*tensors(1)))
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "decay"])
+@pytest.mark.parametrize("call", [fixed, packed])
+def test_a_mapped_tensor_is_refused(call: Any, name: str) -> None:
+    given = dict(zip(("q", "k", "v", "decay"), tensors(0), strict=True))
+    call(**given)
+    one = given.pop(name)
+    with pytest.raises(TypeError, match=rf"^{name}: got a tensor that torch\.vmap maps"):
+        torch.vmap(lambda x: call(**given, **{name: x}))(torch.stack([one, one]))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "decay"])
 @pytest.mark.parametrize("call", [fixed, packed])
 def test_a_dual_tensor_is_refused(call: Any, name: str) -> None:
     given = dict(zip(("q", "k", "v", "decay"), tensors(0), strict=True))

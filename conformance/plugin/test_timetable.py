@@ -128,7 +128,9 @@ def test_what_is_not_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
     def worst(test: str, value: float | str, limit: float | None, better: str = "lower") -> Any:
         held = {"value": value, "limit": limit, "better": better}
-        return {"name": "us", "unit": None, "test": test, **held}
+        return {"name": "of copy" if better == "higher" else "host", "test": test, **held} | {
+            "unit": None if better == "higher" else "us"
+        }
 
     host = "suite/test_speed.py::test_host"
     figures_of = {
@@ -151,13 +153,13 @@ def test_what_is_not_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert claims.main(["timings", file]) == 0
     assert capsys.readouterr().out.splitlines()[7:] == [
         "",
-        "Measured by other tests of this run, the worst of each:",
+        "Measured by tests of this run that time no row, the worst of each claim:",
         "",
         "| claim | test | figure | worst | limit |",
         "| --- | --- | --- | --- | --- |",
-        f"| A-1 | `{host}[x]` | us | 0.5 | >= 0.9, missed |",
-        f"| B-2 | `{host}` | us | 7.336 | <= 8 |",
-        f"| C-3 | `{host}` | us | nan | <= 1, missed |",
+        f"| A-1 | `{host}[x]` | of copy | 0.5 | >= 0.9, missed |",
+        f"| B-2 | `{host}` | host (us) | 7.336 | <= 8 |",
+        f"| C-3 | `{host}` | host (us) | nan | <= 1, missed |",
     ]
 
 

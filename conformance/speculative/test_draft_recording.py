@@ -1,5 +1,6 @@
 """Draft calls that somebody records, fakes or derives: the operator stands in the record, or the
-call fails. Cold and warm, and behind calls that a dispatch mode watched."""
+call fails. Cold and warm, behind calls that a dispatch mode watched, and without torch's own
+comparison of tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import linattn
-from linattn.host import launch
+from linattn.host import guards, launch
 
 pytestmark = [
     pytest.mark.claim("SD-L5", "a recorded draft call holds the operator, a derived one fails"),
@@ -25,8 +26,13 @@ pytestmark = [
 Tensors = tuple[torch.Tensor, ...]
 
 
-@pytest.fixture(autouse=True)
-def model() -> Iterator[ModelLauncher]:
+@pytest.fixture(autouse=True, params=[True, False], ids=["compiled", "plain"])
+def model(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ModelLauncher]:
+    """Warm calls are recognised by torch's compiled check, or where it is missing."""
+    if not request.param:
+        monkeypatch.setattr(guards, "_compiled", lambda: None)
     with launch.use_launcher(ModelLauncher()) as launcher:
         assert isinstance(launcher, ModelLauncher)
         yield launcher
@@ -79,9 +85,14 @@ BEFORE = pytest.mark.parametrize("before", ["nothing", "a call", "a watched call
 class Watching(TorchDispatchMode):  # type: ignore[misc]
     """Looks on, as a profiler does."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), named: Any = None
     ) -> Any:
+        self.seen.append(str(function))
         return function(*arguments, **(named or {}))
 
 
@@ -103,11 +114,33 @@ def same(recorded: Callable[..., Any], call: Callable[..., Any]) -> bool:
 
 @CALLS
 @BEFORE
-def test_make_fx_records_the_operator(call: Callable[..., Any], before: str) -> None:
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+def test_make_fx_records_the_operator(
+    call: Callable[..., Any], before: str, pre_dispatch: bool
+) -> None:
     warm(call, before)
-    graph = make_fx(call)(*tensors(0))
+    graph = make_fx(call, pre_dispatch=pre_dispatch)(*tensors(0))
     assert f"linattn.{NAMES[call]}." in graph.code
     assert same(graph, call)
+
+
+class Module(torch.nn.Module):
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, *given: torch.Tensor) -> Any:
+        return self.call(*given)
+
+
+@CALLS
+@BEFORE
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_records_the_operator(call: Callable[..., Any], before: str, strict: bool) -> None:
+    warm(call, before)
+    program = torch.export.export(Module(call), tensors(0), strict=strict)
+    assert f"linattn.{NAMES[call]}." in str(program.graph)
+    assert same(program.module(), call)
 
 
 @CALLS
@@ -124,11 +157,13 @@ def test_jit_trace_records_the_operator(call: Callable[..., Any], before: str) -
 def test_a_watched_call_is_an_ordinary_one(
     call: Callable[..., Any], before: str, model: ModelLauncher
 ) -> None:
+    """It does not take the way through the dispatcher, so the mode sees what torch does for it."""
     warm(call, before)
     launches = len(model.launches)
-    with Watching():
+    with Watching() as mode:
         assert same(call, call)
     assert len(model.launches) == launches + 2
+    assert not any("linattn" in name for name in mode.seen)
 
 
 @CALLS
@@ -146,12 +181,28 @@ def test_tensors_under_a_fake_mode(
     assert all(torch.equal(x, y) for x, y in zip(given, kept))
 
 
-@CALLS
-@BEFORE
-def test_a_dual_tensor_is_refused(call: Callable[..., Any], before: str) -> None:
-    warm(call, before)
-    given = list(tensors(0))
-    place, name = (3, "state_pool") if call is update else (0, "q")
+FLOATS = {
+    decode: ("q", "k", "v", "state_pool", "decay"),
+    decode_mtp: ("q", "k", "v", "state_pool", "decay"),
+    verify: ("q", "k", "v", "state_pool", "decay", "k_buffer", "v_buffer"),
+    update: ("state_pool", "decay", "k_buffer", "v_buffer"),
+}
+ARGUMENTS = pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        pytest.param(call, name, id=f"{call.__name__}-{name}")
+        for call, names in FLOATS.items()
+        for name in names
+    ],
+)
+PLACES = ("q", "k", "v", "state_pool", "decay", "k_buffer", "v_buffer")
+
+
+@ARGUMENTS
+def test_a_dual_tensor_is_refused(call: Callable[..., Any], name: str) -> None:
+    """The decay, too, whose backward is merely not there."""
+    warm(call, "a call")
+    given, place = list(tensors(0)), PLACES.index(name)
     with forward_ad.dual_level():
         call(*tensors(1))
         given[place] = forward_ad.make_dual(given[place], torch.ones_like(given[place]))
@@ -159,9 +210,31 @@ def test_a_dual_tensor_is_refused(call: Callable[..., Any], before: str) -> None
             call(*given)
 
 
+@ARGUMENTS
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad])
+def test_a_transformed_tensor_is_refused(
+    call: Callable[..., Any], name: str, transform: Any
+) -> None:
+    warm(call, "a call")
+    given, place = list(tensors(0)), PLACES.index(name)
+
+    def of(one: torch.Tensor) -> torch.Tensor:
+        return call(*given[:place], one, *given[place + 1 :]).float().sum()
+
+    argument = given[place]
+    batched = torch.stack([argument, argument]) if transform is torch.vmap else argument
+    how = "vmap maps" if transform is torch.vmap else "func derives by"
+    with pytest.raises(TypeError, match=rf"^{name}: got a tensor that torch\.{how}"):
+        transform(of)(batched)
+
+
+@CALLS
 @BEFORE
-def test_a_batched_tensor_is_refused(before: str) -> None:
-    warm(decode_mtp, before)
-    q, *rest = tensors(0)
-    with pytest.raises(TypeError, match=r"^q: got a tensor of torch\.vmap or another transform"):
-        torch.vmap(lambda one: linattn.la_decode_mtp(one, *rest[:4]))(torch.stack([q, q]))
+def test_a_constant_of_a_transform(call: Callable[..., Any], before: str) -> None:
+    """A call on what it does not touch, made outside or inside, is an ordinary one."""
+    warm(call, before)
+    want = call(*tensors(0)).float().sum()
+    given = tensors(0)
+    for make in (lambda: given, lambda: tensors(0)):
+        slope = torch.func.grad(lambda w, make=make: w * call(*make()).float().sum())
+        assert torch.equal(slope(torch.ones(())), want)

@@ -25,7 +25,7 @@ ROWS = [
 ]
 CALLS = {1: 96, 2: 96, 4: 96, 8: 96, 16: 24, 32: 24, 64: 4, 128: 4}
 """In a graph, by batch. Both sides round it up to whole rounds over their copies, which are not as
-many; so short steps take so many that the launch of the graph, some 8 us, counts for neither."""
+many; of so many short steps the launch of the graph, some 8 us, is 1 % or less."""
 FASTER = 1.0
 MEAN = 0.5
 """State passes are 3 against T + 3: 0.6 to 0.27 of the traffic, less where launches are."""

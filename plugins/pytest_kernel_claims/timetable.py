@@ -140,7 +140,7 @@ def _measured(run: Mapping[str, Any], timed: set[str]) -> Iterator[str]:
     ]
     if not found:
         return
-    yield "Measured by other tests of this run, the worst of each:"
+    yield "Measured by tests of this run that time no row, the worst of each claim:"
     yield ""
     yield merge.row("claim", "test", "figure", "worst", "limit")
     yield merge.row(*["---"] * 5)
@@ -148,7 +148,8 @@ def _measured(run: Mapping[str, Any], timed: set[str]) -> Iterator[str]:
         value, most = float(one["value"]), float(one["limit"])
         missed = Measurement(one["name"], value, most, better=one["better"]).violated
         limit = f"{_sign(one)} {most:g}{', missed' if missed else ''}"
-        yield merge.row(claim, f"`{one['test']}`", one["name"], f"{value:.4g}", limit)
+        figure = f"{one['name']} ({one['unit']})" if one["unit"] else one["name"]
+        yield merge.row(claim, f"`{one['test']}`", figure, f"{value:.4g}", limit)
     yield ""
 
 

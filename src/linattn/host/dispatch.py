@@ -40,12 +40,14 @@ class Kernel:
         configs: every shipped configuration.
         choose: shapes and multiprocessors to the configuration that serves them.
         grid: configuration, shapes and multiprocessors to the launch grid.
+        splits: whether a batch beyond ``GRID_MAX`` takes several launches.
     """
 
     path: str
     configs: tuple[Any, ...]
     choose: Callable[[Shapes, int], Any]
     grid: Callable[[Any, Shapes, int], tuple[int, int, int]]
+    splits: bool = False
 
     @property
     def module(self) -> str:
@@ -169,18 +171,21 @@ def _speculative(family: str) -> dict[tuple[str, str], Kernel]:
             mtp_decode.FAMILIES[family],
             lambda shapes, _: mtp_decode.choose(_states(shapes), family),
             _row_grid,
+            splits=True,
         ),
         ("kvbuffer_verify", family): Kernel(
             "kernels/kvbuffer_verify/warp_mma.py",
             kvbuffer_verify.CONFIGS,
             lambda shapes, _: kvbuffer_verify.choose(_states(shapes), bool(shapes.get("commit"))),
             _verify_grid,
+            splits=True,
         ),
         ("state_update", family): Kernel(
             "kernels/state_update/simt.py",
             state_update.FAMILIES[family],
             lambda shapes, _: state_update.choose(_states(shapes), family),
             _row_grid,
+            splits=True,
         ),
     }
 
@@ -310,7 +315,7 @@ def select(
         return Plan(operator, arch, kernel.module, None, (0, 0, 0), pieces, reason)
     config = kernel.choose(shapes, multiprocessors)
     grid = kernel.grid(config, shapes, multiprocessors)
-    launches = math.ceil(sizes["B"] / grid[2]) if grid[2] > 1 else 1
+    launches = math.ceil(sizes["B"] / GRID_MAX) if kernel.splits else 1
     reason = (
         f"{arch} is served by {kernel.path}; its configuration {config.name()} suits "
         f"{', '.join(f'{name} = {size}' for name, size in sizes.items())} "

@@ -36,9 +36,9 @@ def _first_places(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def matcher(tensors: Sequence[torch.Tensor]) -> Matches:
     """A check that later tensors have the type, shape, strides, dtype, device, requires_grad and
-    negation (of views such as the imaginary part of a conjugate) of these. It may refuse more than
-    that (tensors made in inference mode, another set of arguments that are one object), never
-    less."""
+    negation (of views such as the imaginary part of a conjugate) of these, and meet the dispatch
+    keys that the thread now includes. It may refuse more than that (tensors made in inference mode,
+    another set of arguments that are one object), never less."""
     build = _compiled()
     if build is None:
         return _plain(tensors)
@@ -68,16 +68,18 @@ def _repeating(
 
 
 def _plain(tensors: Sequence[torch.Tensor]) -> Matches:
-    expected = properties(tensors)
+    expected, keys = properties(tensors), _keys()
 
     def matches(*others: torch.Tensor) -> bool:
         try:
-            return properties(others) == expected
-        except AttributeError:  # no tensor
+            return _keys() == keys and properties(others) == expected
+        except (AttributeError, RuntimeError):  # no tensor, or one without strides
             return False
 
     return matches
 
+
+_keys: Any = torch._C._dispatch_tls_local_include_set  # untyped
 
 _trusted: Callable[[Sequence[torch.Tensor]], Matches] | None = None
 

@@ -21,6 +21,7 @@ from linattn.errors import type_error, value_error
 from linattn.host import checked, dispatch, launch, validate
 from linattn.host.guards import Matches, matcher, properties
 from linattn.host.signature import Signature
+from linattn.ops import _library
 
 MAX_KNOWN = 128
 """Entries of each set that a plan keeps: more than a model has layers, each with its own pool."""
@@ -139,11 +140,12 @@ class _InParts:
         flags: Mapping[str, int],
     ) -> None:
         self.function = function
-        self.parts: list[tuple[list[int], array[int]]] = []
-        """Of each part the bytes by which addresses move, in the order of the signature, and its
-        layout."""
+        self.parts: list[tuple[list[int], int]] = []
+        """Of each part the bytes by which addresses move, in the order of the signature, and the
+        address of its layout."""
+        self.layouts: list[array[int]] = []
         by_slot = "state_indices" in tensors
-        moving = "B" if by_slot else "BP"  # without indices request b has slot b
+        moving = ("B",) if by_slot else ("B", "P")  # without indices request b has slot b
         for first in range(0, sizes["B"], dispatch.GRID_MAX):
             part = {**sizes, "B": min(dispatch.GRID_MAX, sizes["B"] - first)}
             if not by_slot:
@@ -151,15 +153,16 @@ class _InParts:
             moved = [0] * len(signature.tensors)
             for index, spec in enumerate(signature.tensors):
                 tensor = tensors.get(spec.name)
-                if tensor is not None and spec.by_address and str(spec.dims[0]) in moving:
+                if tensor is not None and spec.by_address and spec.dims[0] in moving:
                     moved[index] = first * tensor.stride(0) * tensor.element_size()
-            self.parts.append((moved, signature.layout(tensors, part, flags)))
+            self.layouts.append(signature.layout(tensors, part, flags))
+            self.parts.append((moved, self.layouts[-1].buffer_info()[0]))
 
     def __call__(self, *arguments: Any) -> None:
-        for moved, layout in self.parts:
-            count = len(moved)
-            places = [at + by if by else at for at, by in zip(arguments, moved)]
-            self.function(*places, layout.buffer_info()[0], *arguments[count + 1 :])
+        for moved, layout_at in self.parts:
+            # By address 0, of what is absent or has no memory, nothing can be moved.
+            places = [at + by if by and at else at for at, by in zip(arguments, moved)]
+            self.function(*places, layout_at, *arguments[len(moved) + 1 :])
 
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan)
@@ -170,14 +173,12 @@ def _with_tokens(tensor: Tensor, rank: int) -> Tensor:
 
 
 def plain(tensors: Tensors) -> bool:
-    """Whether every tensor is an ordinary one, so that torch's dispatcher can be left out."""
-    return all(
+    """Whether every tensor is an ordinary one, and nobody traces, so that torch's dispatcher can
+    be left out."""
+    return not _library.traced() and all(
         x is None or type(x) is Tensor or (name == "decay" and type(x) is Parameter)
         for name, x in tensors.items()
     )
-
-
-_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # untyped
 
 
 def refuse_others(signature: Signature, tensors: Tensors) -> None:
@@ -196,6 +197,26 @@ def refuse_others(signature: Signature, tensors: Tensors) -> None:
         if tensor is not None or not spec.optional:
             expected = f"a tensor {signature.shape_text(spec)}"
             raise type_error(spec.label, type(tensor).__name__, expected)
+
+
+def refuse_derived(signature: Signature, tensors: Tensors) -> None:
+    """Raise for a tensor of forward-mode AD, or of a transform of ``torch.func`` that maps it or
+    derives by it.
+
+    Raises:
+        TypeError: such as by ``torch.vmap`` or ``torch.func.grad``.
+        ValueError: a dual tensor.
+    """
+    named = [(signature[name].label, x) for name, x in tensors.items()]
+    _library.no_tangent(named)
+    for label, tensor in named:
+        if tensor is not None and (_mapped(tensor) or (_derived(tensor) and tensor.requires_grad)):
+            got = f"a tensor that torch.{'vmap maps' if _mapped(tensor) else 'func derives by'}"
+            raise type_error(label, got, "one that no transform changes")
+
+
+_mapped: Any = torch._C._functorch.is_batchedtensor  # untyped
+_derived: Any = torch._C._functorch.is_gradtrackingtensor
 
 
 def recall(launcher: launch.Launcher, form: Hashable, given: Sequence[Tensor]) -> Any:
@@ -224,17 +245,9 @@ def find(
     """The plan of a call that the latest ones of its form do not fit.
 
     Raises:
-        TypeError: a required argument that is no tensor, or one such as ``torch.vmap`` makes; and
-            whatever ``build`` raises.
+        TypeError: a required argument that is no tensor; and whatever ``build`` raises.
     """
     refuse_others(signature, tensors)
-    for name, tensor in tensors.items():
-        if tensor is not None and _wrapped(tensor):
-            raise type_error(
-                signature[name].label,
-                "a tensor of torch.vmap or another transform",
-                "a tensor with memory",
-            )
     given = [tensor for tensor in tensors.values() if tensor is not None]
     key = (form, properties(given))
     plan: AnyPlan | None = launcher.plans.get(key)

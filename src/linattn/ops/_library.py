@@ -44,10 +44,12 @@ def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> 
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
 
 
-_tracing: Any = torch._C._is_tracing  # untyped
-_modes: Any = torch._C._len_torch_dispatch_stack
+_modes: Any = torch._C._len_torch_dispatch_stack  # untyped
 _mode: Any = torch._C._get_dispatch_mode
 _RECORDING: Any = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
+_tracing: Any = torch._C._is_tracing
+_transforms: Any = torch._C._functorch.maybe_current_level
+_included: Any = torch._C._dispatch_tls_is_dispatch_key_included
 _unpack_dual: Any = forward_ad.unpack_dual
 
 
@@ -55,14 +57,22 @@ def eager() -> bool:
     """Whether a call may run without the dispatcher, because nobody records or derives it.
 
     A graph recorded from the direct path would hold the allocations of the results and not what
-    fills them; under the mode of fake tensors those have no memory. Modes that only watch see the
-    direct path.
+    fills them; under the mode of fake tensors those have no memory. A mode of somebody's own that
+    watches sees the allocations. The rest of the question is ``traced``, which warm calls need not
+    ask.
     """
     return not (
         is_compiling()
         or forward_ad._current_level >= 0
-        or _tracing()
         or (_modes() and any(_mode(key) is not None for key in _RECORDING))
+    )
+
+
+def traced() -> bool:
+    """Whether ``torch.jit.trace``, a pre-dispatch recorder or a transform of ``torch.func`` is at
+    work. All of them change the thread's dispatch keys, which ``guards.Matches`` compares."""
+    return bool(
+        _tracing() or _transforms() is not None or _included(torch._C.DispatchKey.PreDispatch)
     )
 
 

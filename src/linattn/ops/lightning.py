@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch.compiler import is_compiling
 
 from linattn.host import checked, dispatch, launch, validate
 from linattn.host.signature import LIGHTNING_FIXED, Signature, TensorSpec
@@ -357,7 +358,8 @@ def _dispatched(
     tensors = present(q, k, v, decay, initial_state, out)
     _calls.refuse_others(LIGHTNING_FIXED, tensors)
     scale = _scalars(scale, output_final_state, chunk_size, segments)
-    _library.no_tangent((("q", q), ("k", k), ("v", v), ("initial_state", initial_state)))
+    if not is_compiling():
+        _calls.refuse_derived(LIGHTNING_FIXED, tensors)
     if is_grad_enabled():
         _calls.refuse_grad(LIGHTNING_FIXED, tensors)
     decay = decay.detach()

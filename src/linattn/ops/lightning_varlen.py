@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch.compiler import is_compiling
 
 from linattn.errors import value_error
 from linattn.host import checked, dispatch, launch, validate
@@ -334,7 +335,8 @@ def _dispatched(
     tensors = _present(q, k, v, decay, cu_seqlens, state_pool, slots, has_initial, out)
     _calls.refuse_others(LIGHTNING_PACKED, tensors)
     scale = _scalars(scale, persistent, chunk_size, segments)
-    _library.no_tangent((("q", q), ("k", k), ("v", v), ("state_pool", state_pool)))
+    if not is_compiling():
+        _calls.refuse_derived(LIGHTNING_PACKED, tensors)
     if is_grad_enabled():
         _calls.refuse_grad(LIGHTNING_PACKED, tensors)
     decay = decay.detach()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch.compiler import is_compiling
 
 from linattn.device.tiling import MAX_TOKENS
 from linattn.errors import type_error, value_error
@@ -221,7 +221,7 @@ def get_mtp_config(batch: int, heads: int, draft_len: int, arch: ArchLike) -> Mt
 
     Args:
         batch: requests, 1 or more.
-        heads: value heads, 1 or more.
+        heads: value heads, 1 or more, of up to 65,535 query/key heads.
         draft_len: tokens of a request, 1..8. The same configuration was fastest at every one.
         arch: architecture such as ``"sm90"`` or ``(9, 0)``.
 
@@ -230,14 +230,12 @@ def get_mtp_config(batch: int, heads: int, draft_len: int, arch: ArchLike) -> Mt
         ValueError: numbers out of range.
         UnsupportedArchitecture: no kernel is meant for it.
     """
-    for name, value, most, expected in (
-        ("batch", batch, math.inf, "an int of at least 1"),
-        ("heads", heads, math.inf, "an int of at least 1"),
-        ("draft_len", draft_len, MAX_TOKENS, f"an int from 1 to {MAX_TOKENS}"),
-    ):
+    for name, value in (("batch", batch), ("heads", heads), ("draft_len", draft_len)):
+        limited = name == "draft_len"
+        expected = f"an int from 1 to {MAX_TOKENS}" if limited else "an int of at least 1"
         if type(value) is not int:
             raise type_error(name, f"{value!r} ({type(value).__name__})", expected)
-        if not 1 <= value <= most:
+        if value < 1 or (limited and value > MAX_TOKENS):
             raise value_error(name, value, expected)
     shapes = {"B": batch, "T": draft_len, "H": 1, "HV": heads}
     chosen = dispatch.select(MTP_DECODE.operator, Arch.parse(arch), shapes)
@@ -270,8 +268,8 @@ def warm(function: Any, device: torch.device, operator: str) -> None:
 
 def _check_tensors(signature: Signature, tensors: _calls.Tensors) -> None:
     _calls.refuse_others(signature, tensors)
-    named = [(signature[name].label, x) for name, x in tensors.items() if name != "decay"]
-    _library.no_tangent(named)
+    if not is_compiling():
+        _calls.refuse_derived(signature, tensors)
     if is_grad_enabled():
         _calls.refuse_grad(signature, tensors)
 
