@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,45 +25,40 @@ ROWS = [
 ]  # fmt: skip
 
 
+@pytest.fixture
+def use(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, Any], None]:
+    """``use(family, operator, config)``: every call of the operator gets that configuration."""
+
+    def only(family: str, operator: str, config: Any) -> None:
+        kernel = replace(dispatch.TABLE[operator, family], choose=lambda shapes, _: config)
+        monkeypatch.setitem(dispatch.TABLE, (operator, family), kernel)
+        monkeypatch.setattr(launch.current(), "plans", {})
+
+    return only
+
+
 @pytest.mark.claim("SD-14", "every shipped draft configuration gives the bits of the models")
 @pytest.mark.bitwise
 @pytest.mark.parametrize(("family", "operator", "config"), ROWS)
 def test_configuration(
-    family: str,
-    operator: str,
-    config: Any,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-    assert_bitwise: Any,
+    family: str, operator: str, config: Any, use: Any, device: torch.device, assert_bitwise: Any
 ) -> None:
-    check(family, operator, config, device, monkeypatch, assert_bitwise)
+    use(family, operator, config)
+    check(operator, config, device, assert_bitwise)
 
 
 @pytest.mark.claim("SD-46", "decode of several batches of rows a warp gives the bits of the model")
 @pytest.mark.sm90
 @pytest.mark.bitwise
-def test_several_batches(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, assert_bitwise: Any
-) -> None:
+def test_several_batches(use: Any, device: torch.device, assert_bitwise: Any) -> None:
     """As tuning may want it; no shipped configuration has that."""
     config = MtpConfig(tile_v=128, warps=4, ilp=2, stages=4)
-    check("sm90", "mtp_decode", config, device, monkeypatch, assert_bitwise)
+    use("sm90", "mtp_decode", config)
+    check("mtp_decode", config, device, assert_bitwise)
 
 
-def check(
-    family: str,
-    operator: str,
-    config: Any,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-    assert_bitwise: Any,
-) -> None:
+def check(operator: str, config: Any, device: torch.device, assert_bitwise: Any) -> None:
     """Grouped heads, a padded request, all eight drafts, a request that accepted none of them."""
-    kernel = dispatch.TABLE[operator, family]
-    monkeypatch.setitem(
-        dispatch.TABLE, (operator, family), replace(kernel, choose=lambda shapes, _: config)
-    )
-    launch.current().plans.clear()
     problem = build(Case(3, 8, (1, 2), "alibi", "padded", "HV", 0.5), device)
     q, k, v = problem.dense()
     o, states = lightning_decode(q, k, v, problem.decay, problem.scale, problem.states)
@@ -72,22 +68,19 @@ def check(
     held = [
         torch.zeros(len(problem.pool), 8, x.shape[2], 128).to(x) for x in (problem.k, problem.v)
     ]
-    try:
-        if operator == "mtp_decode":
-            got = linattn.la_decode_mtp(*arguments)
-            assert_bitwise((got[problem.live], pool[problem.slots]), (o, states[:, -1]))
-            return
-        accepted = torch.tensor([8, 8, 0], dtype=torch.int32, device=device)
-        if operator == "state_update":
-            held[0][problem.slots], held[1][problem.slots] = k, v
-            linattn.la_state_update_kvbuffer(*held, pool, decay, indices, accepted)
-            want = torch.stack((states[0, -1], problem.states[1]))
-            assert_bitwise(pool[problem.slots], want, "states")
-            return
-        named = {"k_buffer": held[0], "v_buffer": held[1]}
-        if config.commit:
-            named["accepted_len"] = torch.zeros_like(accepted)
-        got = linattn.la_verify_kvbuffer(*arguments, **named)
-        assert_bitwise((got[problem.live], held[0][problem.slots]), (verified, k), "o k_buffer")
-    finally:
-        launch.current().plans.clear()
+    if operator == "mtp_decode":
+        got = linattn.la_decode_mtp(*arguments)
+        assert_bitwise((got[problem.live], pool[problem.slots]), (o, states[:, -1]))
+        return
+    accepted = torch.tensor([8, 8, 0], dtype=torch.int32, device=device)
+    if operator == "state_update":
+        held[0][problem.slots], held[1][problem.slots] = k, v
+        linattn.la_state_update_kvbuffer(*held, pool, decay, indices, accepted)
+        want = torch.stack((states[0, -1], problem.states[1]))
+        assert_bitwise(pool[problem.slots], want, "states")
+        return
+    named = {"k_buffer": held[0], "v_buffer": held[1]}
+    if config.commit:
+        named["accepted_len"] = torch.zeros_like(accepted)
+    got = linattn.la_verify_kvbuffer(*arguments, **named)
+    assert_bitwise((got[problem.live], held[0][problem.slots]), (verified, k), "o k_buffer")
