@@ -1,4 +1,4 @@
-"""Writes the Python source of basic blocks: operands, destinations, masks.
+"""Writes the Python source of single instructions: operands, destinations, masks.
 
 In the generated code `U` is the unit, `R` its register file (one numpy array per register), `K` the
 constants, `m` the mask of active lanes, `q` the mask of a guarded instruction, `t` a temporary.
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from ptx_emulator import isa
 from ptx_emulator.errors import Unmodelled
 from ptx_emulator.ptx import (
     BITS,
@@ -17,7 +16,6 @@ from ptx_emulator.ptx import (
     Address,
     Array,
     Imm,
-    Instr,
     Kernel,
     Offset,
     Operand,
@@ -28,8 +26,6 @@ from ptx_emulator.ptx import (
     Symbol,
     Vector,
 )
-
-EXIT = -1
 
 
 def numpy_code(ty: str) -> str:
@@ -51,8 +47,9 @@ class Emitter:
     """Source of one kernel's blocks, for units of `width` lanes.
 
     `homes[r]` is the numpy type code in which register r is kept. A first pass over the kernel
-    counts how registers are used (`count_homes`); registers mostly used as float32 are then kept as
-    such, which saves conversions.
+    counts how registers are used (see `choose_homes`); registers mostly used as float32 are then
+    kept as such, which saves conversions. `block` is the number of the block being written, `next`
+    of the one that it goes on with.
     """
 
     def __init__(self, kernel: Kernel, width: int) -> None:
@@ -203,7 +200,7 @@ class Emitter:
         for j, d in enumerate(self.items(o)):
             self.put(d, f"t[{j}]", ty)
 
-    # ---- blocks
+    # ---- convergence
     def whole(self, o: Operand | None) -> None:
         """Wait here until every lane named by the member mask (None: the whole warp) of a warp has
         arrived.
@@ -214,67 +211,3 @@ class Emitter:
         if self.mask is not None or members != "None":
             self.emit(f"t=U.converge({members},{self.active},{self.block})")
             self.emit("if t is not None: return t")
-
-    def body(
-        self, instructions: list[Instr], targets: list[int | None], masked: bool
-    ) -> list[Instr]:
-        """Fill `out` with the block's lines; returns the instruction of each line. `targets`:
-        branch target blocks.
-        """
-        self.out, lines = [], []
-        ended = False
-        for ins, target in zip(instructions, targets, strict=True):
-            start = len(self.out)
-            self.mask = "m" if masked else None
-            form = isa.find(ins.op)
-            if form is None:
-                raise Unmodelled(f"{ins.op} is not accepted")
-            if target is not None:
-                self._branch(ins, target)
-                ended = True
-            elif ins.guard is not None:
-                ended = self._guarded(ins, form)
-            else:
-                form.translate(self, ins)
-                ended = form.ends
-            lines += [ins] * (len(self.out) - start)
-        if not ended:
-            self.emit(f"return {self.next}")
-            lines.append(instructions[-1])
-        return lines
-
-    def _guard(self, ins: Instr) -> str:
-        return f"{'~' if ins.guard_negated else ''}R[{ins.guard}]"
-
-    def _guarded(self, ins: Instr, form: isa.Form) -> bool:
-        masked = self.mask is not None
-        self.emit(f"q={self._guard(ins)}" + ("&m" if masked else ""))
-        if form.leads or form.ends:  # run it with the lanes whose guard holds, the others go on
-            self.emit("c=count(q)")
-            self.emit(f"if c==0: return {self.next}")
-            self.emit(f"if c!=count({self.active}): return (q,{self.block},{self.next})")
-            form.translate(self, ins)
-            return form.ends
-        self.mask = "q"
-        outer, self.out = self.out, []
-        form.translate(self, ins)
-        outer.append("if count(q):")
-        outer.extend("  " + line for line in (self.out or ["pass"]))
-        self.out = outer
-        return False
-
-    def _branch(self, ins: Instr, target: int) -> None:
-        if ins.guard is None:
-            self.emit(f"return {target}")
-            return
-        if self.mask is not None:
-            self.emit(f"p={self._guard(ins)}&m")
-            self.emit("c=count(p)")
-            self.emit(f"if c==0: return {self.next}")
-            self.emit(f"if c==count(m): return {target}")
-        else:
-            self.emit(f"p={self._guard(ins)}")
-            self.emit("c=count(p)")
-            self.emit(f"if c==0: return {self.next}")
-            self.emit(f"if c=={self.width}: return {target}")
-        self.emit(f"return (p,{target},{self.next})")

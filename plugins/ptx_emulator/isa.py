@@ -10,13 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ptx_emulator.emitter import Emitter
-    from ptx_emulator.ptx import Instr
+from ptx_emulator.emitter import Emitter
+from ptx_emulator.ptx import Instr
 
-Translate = Callable[["Emitter", "Instr"], None]
+Translate = Callable[[Emitter, Instr], None]
 
 INT = "[su](?:16|32|64)"
 BIT = "b(?:16|32|64)"

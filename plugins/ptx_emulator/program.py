@@ -1,7 +1,7 @@
 """A kernel as basic blocks of Python code: block structure, lazy compilation, register use.
 
 Each block becomes up to two functions, for "all lanes of the unit active" and for a mask, written
-by the `Emitter` and compiled when the block first runs in that way.
+by the `BlockEmitter` and compiled when the block first runs in that way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from linattn.reference import instructions
 from ptx_emulator import isa, scalar
-from ptx_emulator.emitter import EXIT, Emitter
+from ptx_emulator.blocks import EXIT, BlockEmitter
 from ptx_emulator.errors import Unmodelled
 from ptx_emulator.ptx import (
     Address,
@@ -188,7 +188,7 @@ class Program:
         self.copies = [_hazard(b)[1] for b in self._blocks]
         self._lines: dict[str, list[Instr]] = {}
         self._name = f"<ptx {kernel.short_name} {next(_serial)}"
-        self._emitter = Emitter(kernel, width)
+        self._emitter = BlockEmitter(kernel, width)
         for b in range(len(self._blocks)):
             self._emit(b, masked=False)
         self._emitter.choose_homes()
@@ -265,7 +265,7 @@ class Program:
         return found
 
 
-def describe_failed(block: list[Instr], emitter: Emitter) -> str:
+def describe_failed(block: list[Instr], emitter: BlockEmitter) -> str:
     """The first instruction of a block that the emitter cannot translate."""
     for ins in block:
         form = isa.find(ins.op)
