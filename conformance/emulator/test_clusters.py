@@ -162,7 +162,7 @@ def test_tensor_multicast(seed: int | None) -> None:
     launch(machine, buffers, parameters, shared=4096, grid=(2, 1, 1), cluster=(2, 1, 1))
     assert out.tolist() == list(range(32, 64)) * 2
     assert not machine.findings
-    assert machine.bytes_loaded == 256
+    assert machine.statistics.bytes_loaded == 256
 
 
 def test_many_clusters_run_one_after_the_other() -> None:

@@ -29,19 +29,14 @@ without a griddepcontrol.wait and touches nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ptx_emulator.isa_memory import space_of
 from ptx_emulator.ptx import BITS, Imm, Kernel, Vector
-from ptx_emulator.state import TMEM_COLUMNS, Cluster, Cta, Lanes, Mask, MBarrier
-
-if TYPE_CHECKING:
-    from ptx_emulator.machine import Machine
-    from ptx_emulator.unit_base import UnitBase
-    from ptx_emulator.unit_tensor import TensorOps
+from ptx_emulator.state import TMEM_COLUMNS, Cluster, Cta, Lanes, Mask, MBarrier, UnitView
 
 Clock = npt.NDArray[np.int32]
 _AGENTS = ("generic", "TMA", "tensor-core", "cp.async")
@@ -76,13 +71,12 @@ class Shadow:
 class Monitor:
     """Checker of one running cluster."""
 
-    def __init__(self, machine: Machine, cluster: Cluster) -> None:
-        self.machine = machine
+    def __init__(self, checks: frozenset[str], cluster: Cluster) -> None:
         cta = cluster.ctas[0]
         self.per_cta = (cta.threads + 31) // 32
         n = self.n = self.per_cta * len(cluster.ctas)
-        self.race = "racecheck" in machine.checks
-        self.init = "initcheck" if "initcheck" in machine.checks else "memcheck"
+        self.race = "racecheck" in checks
+        self.init = "initcheck" if "initcheck" in checks else "memcheck"
         self.shift = granule_shift(cta.kernel)
         self.VC, self.FV = np.zeros((n, 4 * n), np.int32), np.zeros((n, 4 * n), np.int32)
         self.VC[np.arange(n), np.arange(n)] = 1
@@ -98,14 +92,14 @@ class Monitor:
         self.mbarrier_words: set[tuple[int, int]] = set()
 
     # ---- names and places
-    def _warp(self, unit: UnitBase, warp: Any) -> Any:
+    def _warp(self, unit: UnitView, warp: Any) -> Any:
         """Warp number of a CTA -> number in the cluster."""
         return unit.cta.rank * self.per_cta + warp
 
-    def _warps(self, unit: UnitBase, m: Mask) -> Lanes:
+    def _warps(self, unit: UnitView, m: Mask) -> Lanes:
         return np.asarray(self._warp(unit, unit.active_warps(m)))
 
-    def _lane_warp(self, unit: UnitBase, lane: int) -> int:
+    def _lane_warp(self, unit: UnitView, lane: int) -> int:
         return int(self._warp(unit, int(unit.lane_warp[lane])))
 
     def _who(self, agent: Any) -> str:
@@ -129,14 +123,14 @@ class Monitor:
         return a, warp
 
     # ---- the grid before, in a programmatic launch
-    def grid_wait(self, unit: UnitBase, m: Mask) -> None:
+    def grid_wait(self, unit: UnitView, m: Mask) -> None:
         """griddepcontrol.wait: the warp is ordered after the grid before."""
         warps = self._warps(unit, m)
         first = warps[self.grid_waits[warps] == 0]
         self.grid_waits[first] = self.VC[first, first]
         self.behind_grid[warps] = True
 
-    def touch_global(self, unit: UnitBase, m: Mask) -> None:
+    def touch_global(self, unit: UnitView, m: Mask) -> None:
         """An access to global memory: the warp, or one that it is ordered after, has waited."""
         if not self.unordered_grid:
             return
@@ -151,19 +145,19 @@ class Monitor:
             unit.report("racecheck", what, early)
 
     # ---- generic accesses
-    def read(self, unit: UnitBase, cta: Cta, offsets: Lanes, m: Mask, nbytes: int) -> None:
+    def read(self, unit: UnitView, cta: Cta, offsets: Lanes, m: Mask, nbytes: int) -> None:
         """A load: `offsets` of the active lanes in the CTA's shared memory."""
         a, warp = self._lane_granules(offsets, self._warp(unit, unit.lane_warp[m]), nbytes)
         self._read(unit, self.shared[cta.rank], a, warp, m)
 
-    def write(self, unit: UnitBase, cta: Cta, offsets: Lanes, m: Mask, nbytes: int) -> None:
+    def write(self, unit: UnitView, cta: Cta, offsets: Lanes, m: Mask, nbytes: int) -> None:
         """A store."""
         if self.mbarrier_words:
             self._barrier_words(unit, cta, offsets, m)
         a, warp = self._lane_granules(offsets, self._warp(unit, unit.lane_warp[m]), nbytes)
         self._write(unit, self.shared[cta.rank], a, warp, m)
 
-    def matrix(self, unit: UnitBase, offsets: Lanes, warps: Lanes, write: bool) -> None:
+    def matrix(self, unit: UnitView, offsets: Lanes, warps: Lanes, write: bool) -> None:
         """ldmatrix or stmatrix: row offsets (warps, rows); `warps` are numbers within the unit."""
         warp = np.repeat(self._warp(unit, unit.first_warp + warps), offsets.shape[1])
         a, warp = self._lane_granules(offsets.ravel(), warp, 16)
@@ -171,12 +165,12 @@ class Monitor:
         m = np.repeat(np.isin(np.arange(unit.width // 32), warps), 32)
         (self._write if write else self._read)(unit, shadow, a, warp, m)
 
-    def copy_write(self, unit: UnitBase, offsets: Lanes, m: Mask, nbytes: int) -> None:
+    def copy_write(self, unit: UnitView, offsets: Lanes, m: Mask, nbytes: int) -> None:
         """cp.async into the unit's own CTA."""
         a, warp = self._lane_granules(offsets, self._warp(unit, unit.lane_warp[m]), nbytes)
         self._write(unit, self.shared[unit.cta.rank], a, warp, m, copy=True)
 
-    def _read(self, unit: UnitBase, s: Shadow, a: Lanes, warp: Lanes, m: Mask) -> None:
+    def _read(self, unit: UnitView, s: Shadow, a: Lanes, warp: Lanes, m: Mask) -> None:
         if not s.valid[a].all():
             unit.report(self.init, "read of uninitialised shared memory", m)
         if not self.race:
@@ -189,7 +183,7 @@ class Monitor:
         s.read_clock[warp, a] = self.VC[warp, warp]
 
     def _write(
-        self, unit: UnitBase, s: Shadow, a: Lanes, warp: Lanes, m: Mask, copy: bool = False
+        self, unit: UnitView, s: Shadow, a: Lanes, warp: Lanes, m: Mask, copy: bool = False
     ) -> None:
         s.valid[a] = True
         if not self.race:
@@ -216,7 +210,7 @@ class Monitor:
     def mbarrier_word(self, cta: Cta, offset: int, live: bool) -> None:
         (self.mbarrier_words.add if live else self.mbarrier_words.discard)((cta.rank, offset >> 3))
 
-    def _barrier_words(self, unit: UnitBase, cta: Cta, offsets: Lanes, m: Mask) -> None:
+    def _barrier_words(self, unit: UnitView, cta: Cta, offsets: Lanes, m: Mask) -> None:
         words = np.array([w for r, w in self.mbarrier_words if r == cta.rank])
         if len(words) and np.isin(offsets >> 3, words).any():
             unit.report("synccheck", "a store overwrites an mbarrier", m)
@@ -232,19 +226,21 @@ class Monitor:
         fence = (self._generic_agent(w[bad]) & (clock[bad] <= vc[w[bad]])).all()
         return f"{self._who(w[bad][0])} write" + (" (proxy fence missing)" if fence else "")
 
-    def mma_read(self, unit: TensorOps, cta: Cta, words: Lanes) -> None:
-        """An operand of wgmma or tcgen05.mma in shared memory, as 16-byte words."""
+    def mma_read(self, unit: UnitView, cta: Cta, words: Lanes, issuer: int) -> None:
+        """An operand of wgmma or tcgen05.mma in shared memory, as 16-byte words. `issuer`: the warp
+        of the CTA that issues a tcgen05.mma, negative for the wgmma of a warpgroup.
+        """
         s, a = self.shared[cta.rank], self._granules(words)
         if not s.valid[a].all():
             unit.report(self.init, "an MMA operand is uninitialised shared memory")
         if not self.race:
             return
-        if unit.tensor_warp < 0:
+        if issuer < 0:
             warps = self._warp(unit, unit.warps)
             vc, fv = self.VC[warps].min(0), self.FV[warps].min(0)
             agent = 2 * self.n + int(warps[0])
         else:
-            warp = self._warp(unit, unit.tensor_warp)
+            warp = self._warp(unit, issuer)
             vc, fv, agent = self.VC[warp], self.FV[warp], 2 * self.n + warp
         self.agent_clock[agent] += 1
         what = self._unordered(s, a, vc, fv)
@@ -252,12 +248,12 @@ class Monitor:
             unit.report("racecheck", f"read after write: MMA operand not ordered after the {what}")
         s.read_clock[agent, a] = self.agent_clock[agent]
 
-    def snapshot(self, unit: UnitBase, lane: int) -> tuple[Clock, Clock]:
+    def snapshot(self, unit: UnitView, lane: int) -> tuple[Clock, Clock]:
         """The clocks of the issuing warp, for a transfer that may happen later."""
         warp = self._lane_warp(unit, lane)
         return self.VC[warp].copy(), self.FV[warp].copy()
 
-    def tensor_read(self, unit: UnitBase, cta: Cta, index: Lanes, lane: int) -> None:
+    def tensor_read(self, unit: UnitView, cta: Cta, index: Lanes, lane: int) -> None:
         """A TMA or bulk store reads shared memory (byte offsets)."""
         s, a = self.shared[cta.rank], self._granules(index[::16] >> 4)
         m = _one(unit, lane)
@@ -274,7 +270,7 @@ class Monitor:
         s.read_clock[agent, a] = self.agent_clock[agent]
 
     def tensor_write(
-        self, unit: UnitBase, cta: Cta, index: Lanes, lane: int, clocks: tuple[Clock, Clock] | None
+        self, unit: UnitView, cta: Cta, index: Lanes, lane: int, clocks: tuple[Clock, Clock] | None
     ) -> Clock | None:
         """A TMA or bulk load writes shared memory. Returns what its completion releases."""
         s, a = self.shared[cta.rank], self._granules(index[::16] >> 4)
@@ -310,7 +306,7 @@ class Monitor:
         return result
 
     # ---- fences and groups
-    def fence(self, unit: UnitBase, spelling: str, m: Mask) -> None:
+    def fence(self, unit: UnitView, spelling: str, m: Mask) -> None:
         if "proxy.async" in spelling:
             warps = self._warps(unit, m)
             self.FV[warps] = self.VC[warps]
@@ -324,14 +320,14 @@ class Monitor:
         while len(queue) > count:
             self.VC[warps, agent] = np.maximum(self.VC[warps, agent], queue.pop(0))
 
-    def bulk_group(self, unit: UnitBase, kind: str, count: int, m: Mask) -> None:
+    def bulk_group(self, unit: UnitView, kind: str, count: int, m: Mask) -> None:
         for w in self._warps(unit, m):
             if kind == "commit":
                 self._commit(("bulk", int(w)), self.n + int(w))
             else:
                 self._wait(("bulk", int(w)), count, self.n + int(w), w)
 
-    def copy_group(self, unit: UnitBase, kind: str, count: int, m: Mask) -> None:
+    def copy_group(self, unit: UnitView, kind: str, count: int, m: Mask) -> None:
         for w in self._warps(unit, m):
             agent, key = 3 * self.n + int(w), ("cp.async", int(w))
             if kind in ("commit_group", "wait_all"):
@@ -339,11 +335,11 @@ class Monitor:
             if kind != "commit_group":
                 self._wait(key, count if kind == "wait_group" else 0, agent, w)
 
-    def mma_commit(self, unit: UnitBase) -> None:
+    def mma_commit(self, unit: UnitView) -> None:
         first = int(self._warp(unit, unit.first_warp))
         self._commit(("wgmma", first), 2 * self.n + first)
 
-    def mma_wait(self, unit: UnitBase, count: int) -> None:
+    def mma_wait(self, unit: UnitView, count: int) -> None:
         first = int(self._warp(unit, unit.first_warp))
         self._wait(("wgmma", first), count, 2 * self.n + first, self._warp(unit, unit.warps))
 
@@ -361,21 +357,21 @@ class Monitor:
         np.maximum(fv, self.FV[warp], out=fv)
         self.VC[warp, warp] += 1
 
-    def mbarrier_release(self, unit: UnitBase, barrier: MBarrier, lane: int) -> None:
+    def mbarrier_release(self, unit: UnitView, barrier: MBarrier, lane: int) -> None:
         self._release(barrier, self._lane_warp(unit, lane))
 
-    def _release_with(self, unit: UnitBase, barrier: MBarrier, lane: int, queue: int) -> None:
+    def _release_with(self, unit: UnitView, barrier: MBarrier, lane: int, queue: int) -> None:
         warp = self._lane_warp(unit, lane)
         self._release(barrier, warp)
         agent = queue * self.n + warp
         vc, _ = self._collect(barrier)
         vc[agent] = max(vc[agent], self.agent_clock[agent])
 
-    def copy_release(self, unit: UnitBase, barrier: MBarrier, lane: int) -> None:
+    def copy_release(self, unit: UnitView, barrier: MBarrier, lane: int) -> None:
         """cp.async.mbarrier.arrive: the arrival also carries the copies issued so far."""
         self._release_with(unit, barrier, lane, 3)
 
-    def tmem_release(self, unit: UnitBase, barrier: MBarrier, lane: int) -> None:
+    def tmem_release(self, unit: UnitView, barrier: MBarrier, lane: int) -> None:
         """tcgen05.commit: the arrival carries the tensor-core work issued so far."""
         self._release_with(unit, barrier, lane, 2)
 
@@ -388,7 +384,7 @@ class Monitor:
         if barrier.clock is not None:
             barrier.completed = barrier.clock[0].copy(), barrier.clock[1].copy()
 
-    def mbarrier_acquire(self, unit: UnitBase, barrier: MBarrier, m: Mask) -> None:
+    def mbarrier_acquire(self, unit: UnitView, barrier: MBarrier, m: Mask) -> None:
         if barrier.completed is not None:
             self._acquire(self._warps(unit, m), barrier.completed)
 
@@ -397,7 +393,7 @@ class Monitor:
         self.FV[warps] = np.maximum(self.FV[warps], clocks[1])
 
     # ---- named barriers and the cluster barrier
-    def barrier_arrive(self, unit: UnitBase, key: Any, m: Mask) -> None:
+    def barrier_arrive(self, unit: UnitView, key: Any, m: Mask) -> None:
         warps = self._warps(unit, m)
         state = self.named.setdefault(
             key, [np.zeros(4 * self.n, np.int32), np.zeros(4 * self.n, np.int32), None]
@@ -410,7 +406,7 @@ class Monitor:
         state = self.named[key]
         state[2] = state[0].copy(), state[1].copy()
 
-    def barrier_acquire(self, unit: UnitBase, key: Any, m: Mask) -> None:
+    def barrier_acquire(self, unit: UnitView, key: Any, m: Mask) -> None:
         self._acquire(self._warps(unit, m), self.named[key][2])
 
     # ---- tensor memory: one granule per (32 lanes, column)
@@ -420,7 +416,7 @@ class Monitor:
         return self._tmem[cta.rank]
 
     def tmem(
-        self, unit: UnitBase, cta: Cta, w: int, quarter: int, span: tuple[int, int], write: bool
+        self, unit: UnitView, cta: Cta, w: int, quarter: int, span: tuple[int, int], write: bool
     ) -> None:
         """tcgen05.ld or .st of one warp (number within the unit)."""
         s, a = self._tensor_memory(cta), quarter * TMEM_COLUMNS + np.arange(*span)
@@ -428,17 +424,21 @@ class Monitor:
         agent, m = 3 * self.n + warp, _one(unit, w * 32)
         self._tmem_access(unit, s, a, self.VC[warp], agent, write, m)
 
-    def tmem_mma(self, unit: TensorOps, cta: Cta, span: tuple[int, int], write: bool) -> None:
-        """Columns that a tcgen05.mma reads (A) or accumulates in (D)."""
+    def tmem_mma(
+        self, unit: UnitView, cta: Cta, span: tuple[int, int], write: bool, issuer: int
+    ) -> None:
+        """Columns that a tcgen05.mma reads (A) or accumulates in (D). `issuer`: the warp of the CTA
+        that issues it.
+        """
         s = self._tensor_memory(cta)
         columns = np.arange(*span)
         a = (np.arange(4)[:, None] * TMEM_COLUMNS + columns).ravel()
-        warp = int(self._warp(unit, unit.tensor_warp))
-        m = _one(unit, (unit.tensor_warp - unit.first_warp) * 32)
+        warp = int(self._warp(unit, issuer))
+        m = _one(unit, (issuer - unit.first_warp) * 32)
         self._tmem_access(unit, s, a, self.VC[warp], 2 * self.n + warp, write, m)
 
     def _tmem_access(
-        self, unit: UnitBase, s: Shadow, a: Lanes, vc: Clock, agent: int, write: bool, m: Mask
+        self, unit: UnitView, s: Shadow, a: Lanes, vc: Clock, agent: int, write: bool, m: Mask
     ) -> None:
         if write:
             s.valid[a] = True
@@ -461,14 +461,14 @@ class Monitor:
         else:
             s.read_clock[agent, a] = self.agent_clock[agent]
 
-    def tmem_wait(self, unit: UnitBase, loads: bool, m: Mask) -> None:
+    def tmem_wait(self, unit: UnitView, loads: bool, m: Mask) -> None:
         """tcgen05.wait: the warp is ordered after its tcgen05.ld and .st."""
         for w in self._warps(unit, m):
             agent = 3 * self.n + int(w)
             self.VC[w, agent] = self.agent_clock[agent]
 
 
-def _one(unit: UnitBase, lane: int) -> Mask:
+def _one(unit: UnitView, lane: int) -> Mask:
     m = np.zeros(unit.width, bool)
     m[lane] = True
     return m

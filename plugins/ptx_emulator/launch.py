@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ptx_emulator import link
+from ptx_emulator.device import Statistics
 from ptx_emulator.errors import CHECKS, CheckFailure, EmulationError, Finding, KernelFault
-from ptx_emulator.machine import DEFAULT_BUDGET, Machine, Statistics
+from ptx_emulator.machine import DEFAULT_BUDGET, Machine
 from ptx_emulator.memory import Buffer
 from ptx_emulator.parser import parse
 from ptx_emulator.program import Program

@@ -1,18 +1,15 @@
-"""The machine: launches a kernel cluster by cluster, schedules its units, and collects what the
-checks find.
+"""The machine: launches a kernel cluster by cluster, schedules its units, and looks at what they
+leave behind.
 """
 
 from __future__ import annotations
 
-import random
-import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from ptx_emulator.checks import Monitor
+from ptx_emulator.device import Device
 from ptx_emulator.errors import (
     CHECKS,
     EmulationError,
@@ -22,129 +19,15 @@ from ptx_emulator.errors import (
     Unmodelled,
     UnsupportedInstruction,
 )
-from ptx_emulator.memory import Buffer, GlobalMemory
+from ptx_emulator.memory import Buffer
 from ptx_emulator.program import Program, location
-from ptx_emulator.ptx import SHARED_LIMIT, Instr, Kernel
-from ptx_emulator.state import Cluster, Cta, Dim3, Launch, Mask
+from ptx_emulator.ptx import SHARED_LIMIT, Kernel
+from ptx_emulator.state import Cluster, Cta, Dim3, Launch
 from ptx_emulator.unit import Unit
-from ptx_emulator.unit_base import UnitBase
 
 DEFAULT_BUDGET = 200_000_000  # warp instructions of one launch
 _STALL_ROUNDS = 60
 _STALL_ROUNDS_ADVERSARIAL = 2000
-
-
-@dataclass
-class _Late:
-    """A transfer that has been issued and not been carried out."""
-
-    run: Callable[[], None]
-    unit: Unit
-    instruction: Instr
-    group: int = 0
-
-
-class Schedule:
-    """When asynchronous work happens. Without a seed: at once, and in a fixed order. With a seed
-    (adversarial mode): loads arrive late and in any order, stores read their source late, wgmma
-    results appear late over poisoned registers, mbarrier waits fail now and then, and units take
-    turns in random order.
-    """
-
-    def __init__(self, machine: Machine, seed: int | None) -> None:
-        self.machine, self.adversarial = machine, seed is not None
-        self._random = random.Random(seed)
-        self._loads: list[_Late] = []
-        self._stores: dict[tuple[int, int], list[_Late]] = {}
-        self._groups: dict[tuple[int, int], int] = {}
-
-    def order(self, units: list[Unit]) -> list[Unit]:
-        return self._random.sample(units, len(units)) if self.adversarial else units
-
-    def spurious_failure(self) -> bool:
-        return self.adversarial and self._random.random() < 0.25
-
-    def hold_result(self) -> bool:
-        return self.adversarial and self._random.random() < 0.5
-
-    def transfer(self, run: Callable[[], None], unit: UnitBase) -> None:
-        """A load into shared memory."""
-        if not self.adversarial:
-            run()
-            return
-        assert isinstance(unit, Unit)
-        self._loads.append(_Late(run, unit, self.machine.instruction(unit)))
-
-    def store(self, unit: UnitBase, lane: int, run: Callable[[], None]) -> None:
-        """A store from shared memory, part of the lane's open bulk group."""
-        if not self.adversarial:
-            run()
-            return
-        assert isinstance(unit, Unit)
-        key = (id(unit), lane)
-        late = _Late(run, unit, self.machine.instruction(unit), self._groups.get(key, 0))
-        self._stores.setdefault(key, []).append(late)
-
-    def commit_stores(self, unit: UnitBase, lane: int) -> None:
-        if self.adversarial:
-            key = (id(unit), lane)
-            self._groups[key] = self._groups.get(key, 0) + 1
-
-    def finish_stores(self, unit: UnitBase, lane: int, pending: int) -> None:
-        """Carry out all but the last `pending` groups of the lane."""
-        key = (id(unit), lane)
-        late = self._stores.get(key)
-        if late:
-            keep = self._groups.get(key, 0) - pending
-            for each in [x for x in late if x.group < keep]:
-                late.remove(each)
-                self._carry_out(each)
-
-    def finish_all(self) -> int:
-        """At the end of a cluster: carry out what is left. Returns the number of loads that nobody
-        waited for.
-        """
-        loads = len(self._loads)
-        for late in (*self._loads, *(x for xs in self._stores.values() for x in xs)):
-            self._carry_out(late)
-        self._loads.clear()
-        self._stores.clear()
-        self._groups.clear()
-        return loads
-
-    def idle(self, stalled: bool) -> None:
-        """Between rounds: perhaps carry out one transfer."""
-        if not self.adversarial or not (self._loads or self._stores):
-            return
-        if stalled or self._random.random() < 0.3:
-            if self._loads and (stalled or self._random.random() < 0.7):
-                self._carry_out(self._loads.pop(self._random.randrange(len(self._loads))))
-                return
-            keys = [k for k, v in self._stores.items() if v]
-            if keys:
-                queue = self._stores[self._random.choice(keys)]
-                self._carry_out(queue.pop(0))
-
-    def _carry_out(self, late: _Late) -> None:
-        late.unit.replay = late.instruction
-        late.run()
-        late.unit.replay = None
-        self.machine.progress += 1
-
-
-@dataclass
-class Statistics:
-    """What a run did. `instructions` counts per warp, `bytes_loaded` bulk and tensor loads into
-    shared memory.
-
-    `approximate`: opcodes of the kernel whose results may differ from hardware in their last bits
-    (see `isa.Form`).
-    """
-
-    instructions: int = 0
-    mma: int = 0
-    bytes_loaded: int = 0
-    approximate: set[str] = field(default_factory=set)
 
 
 class Machine:
@@ -168,55 +51,10 @@ class Machine:
         if unknown:
             raise ValueError(f"unknown checks {sorted(unknown)}, expected some of {CHECKS}")
         self.kernels, self.checks, self.budget = kernels, checks, budget
-        self.memory = GlobalMemory(holes, "initcheck" in checks)
         self.programs = {} if programs is None else programs
-        self.findings: Counter[Finding] = Counter()
-        self.statistics = Statistics()
-        self.schedule = Schedule(self, seed)
-        self.progress = self.round = self.mma_count = self.bytes_loaded = 0
-        self.unit_limit = budget
-        self._module: dict[str, tuple[int, np.ndarray]] = {}
-        self._kernel = next(iter(kernels.values()), None)
+        self.device = Device(checks, seed, holes)
+        self.findings, self.statistics = self.device.findings, self.device.statistics
 
-    # ---- reporting
-    def instruction(self, unit: UnitBase) -> Instr:
-        """The instruction that is running in a unit."""
-        if isinstance(unit, Unit) and unit.replay is not None:
-            return unit.replay
-        found = unit.program.instruction_on_stack(sys._getframe(1))
-        return found or unit.program.first_instruction(unit.current.pc)
-
-    def report(
-        self, check: str, message: str, unit: UnitBase, mask: Mask | None, ins: Instr | None = None
-    ) -> None:
-        """Count a finding, if its check is on."""
-        if check not in self.checks:
-            return
-        warps: tuple[int, ...] = ()
-        if mask is not None:
-            warps = tuple(int(w) for w in unit.active_warps(mask))
-        self.findings[
-            self._finding(check, message, unit, warps, ins or self.instruction(unit))
-        ] += 1
-
-    def _finding(
-        self, check: str, message: str, unit: UnitBase, warps: tuple[int, ...], ins: Instr
-    ) -> Finding:
-        return Finding(
-            check,
-            message,
-            unit.kernel.short_name,
-            unit.cta.ctaid,
-            warps,
-            ins.text,
-            ins.line,
-            ins.source,
-        )
-
-    def module_address(self, name: str) -> int:
-        return self._module[name][0]
-
-    # ---- launch
     def launch(self, launch: Launch, buffers: Sequence[Buffer]) -> None:
         """Run every cluster of the grid, one after the other. Raises `KernelFault` or
         `UnsupportedInstruction`.
@@ -226,27 +64,12 @@ class Machine:
             raise EmulationError(
                 f"the PTX has no entry {launch.kernel}, it has {list(self.kernels)}"
             )
-        self._kernel = kernel
         _check_launch(kernel, launch)
-        self.memory.map([*buffers, *self._module_buffers(kernel)])
-        self.unit_limit = max(1, self.budget // max(1, launch.threads // 32))
+        self.device.memory.map([*buffers, *self.device.module_buffers(kernel)])
+        self.device.unit_limit = max(1, self.budget // max(1, launch.threads // 32))
         with np.errstate(all="ignore"):
             for origin in _origins(launch):
                 self._run_cluster(kernel, launch, origin)
-        self.statistics.mma, self.statistics.bytes_loaded = self.mma_count, self.bytes_loaded
-
-    def _module_buffers(self, kernel: Kernel) -> list[Buffer]:
-        out = []
-        for name, variable in kernel.module.items():
-            if name not in self._module:
-                n = len(variable.data)
-                data = np.zeros(n + 2 * variable.align, np.uint8)
-                start = -data.ctypes.data % variable.align
-                data[start : start + n] = np.frombuffer(bytes(variable.data), np.uint8)
-                self._module[name] = (data.ctypes.data + start, data)
-            address = self._module[name][0]
-            out.append(Buffer(name, address, (len(variable.data),), (1,), 1, variable.constant))
-        return out
 
     def _program(self, kernel: Kernel, width: int) -> Program:
         key = (kernel.name, width)
@@ -263,13 +86,13 @@ class Machine:
         for rank in range(launch.ctas_per_cluster):
             at = (rank % shape[0], rank // shape[0] % shape[1], rank // (shape[0] * shape[1]))
             ctaid = (origin[0] + at[0], origin[1] + at[1], origin[2] + at[2])
-            cluster.ctas.append(Cta(self, kernel, launch, cluster, rank, ctaid))
-        monitor = Monitor(self, cluster) if self.checks - {"synccheck"} else None
+            cluster.ctas.append(Cta(kernel, launch, cluster, rank, ctaid))
+        monitor = Monitor(self.checks, cluster) if self.checks - {"synccheck"} else None
         warps = (launch.threads + 31) // 32
         for cta in cluster.ctas:
             for first in range(0, warps, 4):
                 program = self._program(kernel, 32 * min(4, warps - first))
-                units.append(Unit(cta, first, program, monitor))
+                units.append(Unit(self.device, cta, first, program, monitor))
         try:
             self._schedule(units)
         except (Fault, Unmodelled) as e:
@@ -281,18 +104,19 @@ class Machine:
             self.statistics.approximate.update(u.program.approximate)
 
     def _schedule(self, units: list[Unit]) -> None:
-        stall, limit = 0, _STALL_ROUNDS_ADVERSARIAL if self.schedule.adversarial else _STALL_ROUNDS
+        schedule, progress = self.device.schedule, self.device.progress
+        stall, limit = 0, _STALL_ROUNDS_ADVERSARIAL if schedule.adversarial else _STALL_ROUNDS
         while any(u.groups for u in units):
-            before = self.progress
-            self.round += 1
-            self.schedule.idle(stall > 0)
-            for u in self.schedule.order(units):
+            before = progress.changes
+            progress.round += 1
+            schedule.idle(stall > 0)
+            for u in schedule.order(units):
                 self._running = u
                 u.step()
-            if self.progress != before:
+            if progress.changes != before:
                 stall = 0
                 continue
-            for u in self.schedule.order(units):
+            for u in schedule.order(units):
                 self._running = u
                 u.step(force=True)
             stall += 1
@@ -319,14 +143,14 @@ class Machine:
         deadlock = str(error).startswith("deadlock")
         if deadlock or ins is None:
             ins = unit.program.first_instruction(unit.current.pc if unit.groups else 0)
-        finding = self._finding(error.check, str(error), unit, () if deadlock else warps, ins)
+        finding = unit.finding(error.check, str(error), () if deadlock else warps, ins)
         return KernelFault(finding)
 
     def _at_exit(self, cluster: Cluster, units: list[Unit]) -> None:
         """What must not be left over when a cluster ends."""
         unit = units[0]
         end = unit.kernel.instructions[-1]
-        late = self.schedule.finish_all()
+        late = self.device.schedule.finish_all()
 
         def left(message: str, cta: Cta) -> None:
             if "synccheck" in self.checks:

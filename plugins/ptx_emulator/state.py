@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from ptx_emulator.ptx import OFFSET_MASK, Kernel, align_up
-
-if TYPE_CHECKING:
-    from ptx_emulator.machine import Machine
-    from ptx_emulator.unit_base import UnitBase
+from ptx_emulator.ptx import OFFSET_MASK, Instr, Kernel, align_up
 
 Lanes = npt.NDArray[Any]
 Mask = npt.NDArray[np.bool_]
 Dim3 = tuple[int, int, int]
 
 TMEM_LANES, TMEM_COLUMNS = 128, 512
+
+
+@dataclass(slots=True)
+class Progress:
+    """`changes` counts everything that may end a wait, `round` the rounds of the scheduler."""
+
+    changes: int = 0
+    round: int = 0
 
 
 @dataclass(slots=True)
@@ -111,14 +115,14 @@ class ClusterWait(Wait):
 class MBarrierWait(Wait):
     """A `try_wait` that is parked until something changes; then it runs again and may fail."""
 
-    __slots__ = ("barrier", "machine", "progress")
+    __slots__ = ("barrier", "changes", "progress")
 
-    def __init__(self, pc: int, barrier: MBarrier, machine: Machine) -> None:
+    def __init__(self, pc: int, barrier: MBarrier, progress: Progress) -> None:
         super().__init__(pc)
-        self.barrier, self.machine, self.progress = barrier, machine, machine.progress
+        self.barrier, self.progress, self.changes = barrier, progress, progress.changes
 
     def ready(self) -> bool:
-        return self.machine.progress != self.progress
+        return self.progress.changes != self.changes
 
     def describe(self) -> str:
         return self.barrier.describe()
@@ -129,7 +133,7 @@ class ConvergeWait(Wait):
 
     __slots__ = ("exits", "unit", "what")
 
-    def __init__(self, pc: int, what: str, unit: UnitBase) -> None:
+    def __init__(self, pc: int, what: str, unit: UnitView) -> None:
         super().__init__(pc)
         self.what, self.unit, self.exits = what, unit, unit.exits
 
@@ -143,14 +147,14 @@ class ConvergeWait(Wait):
 class Pause(Wait):
     """After a polling load: lets the other warps of the cluster run."""
 
-    __slots__ = ("machine", "round", "what")
+    __slots__ = ("progress", "round", "what")
 
-    def __init__(self, pc: int, machine: Machine, what: str) -> None:
+    def __init__(self, pc: int, progress: Progress, what: str) -> None:
         super().__init__(pc)
-        self.machine, self.round, self.what = machine, machine.round, what
+        self.progress, self.round, self.what = progress, progress.round, what
 
     def ready(self) -> bool:
-        return self.machine.round != self.round
+        return self.progress.round != self.round
 
     def describe(self) -> str:
         return self.what
@@ -187,15 +191,9 @@ class Cta:
     """One CTA: its place, its shared memory, barriers and tensor memory."""
 
     def __init__(
-        self,
-        machine: Machine,
-        kernel: Kernel,
-        launch: Launch,
-        cluster: Cluster,
-        rank: int,
-        ctaid: Dim3,
+        self, kernel: Kernel, launch: Launch, cluster: Cluster, rank: int, ctaid: Dim3
     ) -> None:
-        self.machine, self.kernel, self.launch, self.cluster = machine, kernel, launch, cluster
+        self.kernel, self.launch, self.cluster = kernel, launch, cluster
         self.rank, self.ctaid = rank, ctaid
         self.threads = self.running = launch.threads
         size = align_up(kernel.shared_static_end + launch.dynamic_shared, 16)
@@ -222,6 +220,44 @@ class Cluster:
         self.ctas: list[Cta] = []
         self.threads = threads
         self.arrived = self.generation = 0
+
+
+class UnitView(Protocol):
+    """What waits, the checks and the schedule know of a unit.
+
+    `replay`: the instruction that issued the late transfer in progress.
+    """
+
+    replay: Instr | None
+
+    @property
+    def cta(self) -> Cta: ...
+
+    @property
+    def width(self) -> int:
+        """Lanes."""
+
+    @property
+    def first_warp(self) -> int:
+        """Number of its first warp within the CTA."""
+
+    @property
+    def warps(self) -> Lanes:
+        """Numbers of its warps within the CTA."""
+
+    @property
+    def lane_warp(self) -> Lanes:
+        """Of each lane, the number of its warp within the CTA."""
+
+    @property
+    def exits(self) -> int:
+        """How often lanes have left the kernel."""
+
+    def active_warps(self, m: Mask) -> Lanes: ...
+
+    def instruction(self) -> Instr: ...
+
+    def report(self, check: str, message: str, mask: Mask | None = None) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ treatment.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ptx_emulator.checks import Monitor
+from ptx_emulator.device import Device
 from ptx_emulator.errors import Fault
 from ptx_emulator.program import (
     ACCUMULATOR_USED,
@@ -21,7 +22,6 @@ from ptx_emulator.program import (
     Program,
     location,
 )
-from ptx_emulator.ptx import Instr
 from ptx_emulator.state import (
     BarrierWait,
     ClusterWait,
@@ -39,21 +39,15 @@ from ptx_emulator.unit_tensor import MmaQueue
 from ptx_emulator.unit_tmem import TmemOps
 from ptx_emulator.unit_warp import WarpOps
 
-if TYPE_CHECKING:
-    from ptx_emulator.checks import Monitor
-
 
 class Unit(MemoryOps, WarpOps, CopyOps, TmemOps):
-    """See `unit_base.UnitBase`. `replay`: the instruction that issued the late transfer in
-    progress.
-    """
+    """See `unit_base.UnitBase`."""
 
     def __init__(
-        self, cta: Cta, first_warp: int, program: Program, monitor: Monitor | None
+        self, device: Device, cta: Cta, first_warp: int, program: Program, monitor: Monitor | None
     ) -> None:
-        super().__init__(cta, first_warp, program, monitor)
+        super().__init__(device, cta, first_warp, program, monitor)
         self.mma_queue = MmaQueue()
-        self.replay: Instr | None = None
 
     def _next(self, force: bool) -> Group | None:
         best = None
@@ -96,7 +90,7 @@ class Unit(MemoryOps, WarpOps, CopyOps, TmemOps):
     def _run_full(self, g: Group) -> None:
         program, registers = self.program, self.registers
         functions, lengths, everyone, pc = program.full, program.lengths, self.everyone, g.pc
-        limit, hazards = self.machine.unit_limit, program.hazards
+        limit, hazards = self.device.unit_limit, program.hazards
         while True:
             self.executed += lengths[pc]
             g.pc = pc
@@ -123,7 +117,7 @@ class Unit(MemoryOps, WarpOps, CopyOps, TmemOps):
         r = f(self, self.registers, g.mask)
         if self.accumulating or self.loading:
             self._follow_moves(pc)
-        if self.executed > self.machine.unit_limit:
+        if self.executed > self.device.unit_limit:
             self._exhausted()
         self._outcome(g, r)
 
@@ -143,7 +137,7 @@ class Unit(MemoryOps, WarpOps, CopyOps, TmemOps):
                 self.groups.remove(g)
                 self.exits += 1
                 self.cta.running -= int(np.count_nonzero(g.mask))
-                self.machine.progress += 1
+                self.progress.changes += 1
         elif isinstance(r, tuple):
             taken, target, fall = r
             rest = Group(fall, g.mask & ~taken)
@@ -223,14 +217,9 @@ class Unit(MemoryOps, WarpOps, CopyOps, TmemOps):
             if registers:
                 hazard = Hazard(program.toucher(pc, registers), what)
         if hazard is not None:
-            mask = self.current.mask
-            self.machine.report("racecheck", hazard.message, self, mask, hazard.instruction)
+            self.report("racecheck", hazard.message, self.current.mask, hazard.instruction)
 
     # ---- reporting
-    def instruction(self) -> Instr:
-        """The instruction at which this unit stands (for messages)."""
-        return self.replay or self.program.first_instruction(self.current.pc)
-
     def blocked(self) -> Iterator[str]:
         """One line per waiting group: who waits for what, and where."""
         for g in self.groups:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import sys
+from typing import Any
 
 import numpy as np
 
-from ptx_emulator.errors import Fault, Unmodelled
+from ptx_emulator.checks import Monitor
+from ptx_emulator.device import Device
+from ptx_emulator.errors import Fault, Finding, Unmodelled
 from ptx_emulator.program import Program
-from ptx_emulator.ptx import CTA_SHIFT, OFFSET_MASK, SHARED_FIRST, Array
+from ptx_emulator.ptx import CTA_SHIFT, OFFSET_MASK, SHARED_FIRST, Array, Instr
 from ptx_emulator.state import Cta, Group, Lanes, Mask
-
-if TYPE_CHECKING:
-    from ptx_emulator.checks import Monitor
 
 _u4 = np.uint32
 
@@ -22,16 +22,16 @@ class UnitBase:
 
     `width` lanes starting at warp `first_warp`; `live` are those that exist. `registers` holds one
     array per register, never changed in place. `monitor` is the race and initialisation checker of
-    the cluster, or None.
+    the cluster, or None. `replay`: the instruction that issued the late transfer in progress.
     """
 
     def __init__(
-        self, cta: Cta, first_warp: int, program: Program, monitor: Monitor | None
+        self, device: Device, cta: Cta, first_warp: int, program: Program, monitor: Monitor | None
     ) -> None:
         self.cta, self.first_warp, self.program, self.monitor = cta, first_warp, program, monitor
-        self.machine, self.kernel = cta.machine, cta.kernel
+        self.device, self.memory, self.progress = device, device.memory, device.progress
+        self.kernel = cta.kernel
         self.width = program.width
-        self.memory = cta.machine.memory
         self.lanes = np.arange(self.width, dtype=_u4)
         self.tid = (first_warp * 32 + self.lanes).astype(_u4)
         self.everyone: Mask = np.ones(self.width, bool)
@@ -40,6 +40,7 @@ class UnitBase:
         self.registers: list[Array] = program.registers()
         self.groups: list[Group] = [Group(0, self.live)]
         self.current = self.groups[0]
+        self.replay: Instr | None = None
         self.executed = self.exits = 0
         self.loading: frozenset[int] = frozenset()  # registers that a tcgen05.ld still fills
         self.accumulating: frozenset[int] = frozenset()  # registers that a wgmma still writes
@@ -48,13 +49,41 @@ class UnitBase:
         self._special: dict[str, Lanes] = {}
         self._local: Lanes | None = None
         warps = (cta.threads + 31) // 32
-        self.warps = np.arange(first_warp, min(first_warp + self.width // 32, warps))
-        self.lane_warp = np.minimum(first_warp + np.arange(self.width) // 32, warps - 1)
+        self.warps: Lanes = np.arange(first_warp, min(first_warp + self.width // 32, warps))
+        self.lane_warp: Lanes = np.minimum(first_warp + np.arange(self.width) // 32, warps - 1)
 
     # ---- reporting
-    def report(self, check: str, message: str, mask: Mask | None = None) -> None:
-        """Count a finding at the running instruction (or the one that issued a late transfer)."""
-        self.machine.report(check, message, self, mask)
+    def instruction(self) -> Instr:
+        """The instruction that is running, or the one that issued a late transfer."""
+        if self.replay is not None:
+            return self.replay
+        found = self.program.instruction_on_stack(sys._getframe(1))
+        return found or self.program.first_instruction(self.current.pc)
+
+    def report(
+        self, check: str, message: str, mask: Mask | None = None, ins: Instr | None = None
+    ) -> None:
+        """Count a finding at an instruction (None: see `instruction`), if its check is on."""
+        if check not in self.device.checks:
+            return
+        warps: tuple[int, ...] = ()
+        if mask is not None:
+            warps = tuple(int(w) for w in self.active_warps(mask))
+        found = self.finding(check, message, warps, ins or self.instruction())
+        self.device.findings[found] += 1
+
+    def finding(self, check: str, message: str, warps: tuple[int, ...], ins: Instr) -> Finding:
+        """What is wrong, with the place of this unit."""
+        return Finding(
+            check,
+            message,
+            self.kernel.short_name,
+            self.cta.ctaid,
+            warps,
+            ins.text,
+            ins.line,
+            ins.source,
+        )
 
     def touches_global(self, m: Mask) -> None:
         """Active lanes read or write global memory, or ask for a copy that does."""
@@ -126,7 +155,7 @@ class UnitBase:
         return offset + offset.dtype.type(rank << CTA_SHIFT) if rank else offset
 
     def module_address(self, name: str) -> Lanes:
-        return np.full(self.width, self.machine.module_address(name), np.uint64)
+        return np.full(self.width, self.device.module_address(name), np.uint64)
 
     def target(self, address: int) -> tuple[Cta, int]:
         """The CTA and the offset of one shared::cluster address."""

@@ -36,7 +36,7 @@ class CopyOps(SyncOps, UnitBase):
         self.shared_range(cta, int(to.max()), n, 1, "cp.async")
         if self.monitor is not None:
             self.monitor.copy_write(self, to, m, n)
-        self.machine.progress += 1
+        self.progress.changes += 1
         length = np.full(len(to), n) if live is None else np.minimum(live[m].astype(np.int64), n)
         data = np.zeros((len(to), n), np.uint8)
         for k in np.unique(length[length > 0]):
@@ -182,9 +182,9 @@ class CopyOps(SyncOps, UnitBase):
                 if self.monitor is not None:
                     self.monitor.mbarrier_join(barrier, token)
                 self.mbarrier_update(barrier, lane)
-            self.machine.bytes_loaded += len(data) * len(ranks)
+            self.device.statistics.bytes_loaded += len(data) * len(ranks)
 
-        self.machine.schedule.transfer(run, self)
+        self.device.schedule.transfer(run, self)
 
     def tensor_store(
         self, descriptor: Lanes, at: list[Lanes], source: Lanes, reduce: str | None, m: Mask
@@ -210,9 +210,9 @@ class CopyOps(SyncOps, UnitBase):
                 view, box = hit
                 data = cta.shared[index].reshape(t.box_shape)[box]
                 view[...] = data if reduce is None else _reduced(t, reduce, view, data)
-                self.machine.progress += 1
+                self.progress.changes += 1
 
-            self.machine.schedule.store(self, int(lane), run)
+            self.device.schedule.store(self, int(lane), run)
 
     def bulk_store(self, target: Lanes, source: Lanes, nbytes: Lanes, m: Mask) -> None:
         self.touches_global(m)
@@ -229,9 +229,9 @@ class CopyOps(SyncOps, UnitBase):
 
             def run(cta: Cta = cta, offset: int = offset, start: int = start, n: int = n) -> None:
                 self.memory.window(start, n, True)[...] = cta.shared[offset : offset + n]
-                self.machine.progress += 1
+                self.progress.changes += 1
 
-            self.machine.schedule.store(self, int(lane), run)
+            self.device.schedule.store(self, int(lane), run)
 
     def bulk_prefetch(self, source: Lanes, nbytes: Lanes, m: Mask) -> None:
         """Moves nothing that the emulator models; a range outside the tensors is still reported."""
@@ -246,9 +246,9 @@ class CopyOps(SyncOps, UnitBase):
     def bulk_group(self, kind: str, count: int, m: Mask) -> None:
         for lane in np.flatnonzero(m):
             if kind == "commit":
-                self.machine.schedule.commit_stores(self, int(lane))
+                self.device.schedule.commit_stores(self, int(lane))
             else:
-                self.machine.schedule.finish_stores(self, int(lane), count)
+                self.device.schedule.finish_stores(self, int(lane), count)
         if self.monitor is not None:
             self.monitor.bulk_group(self, kind, count, m)
 

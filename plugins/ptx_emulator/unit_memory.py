@@ -49,7 +49,7 @@ class MemoryOps(UnitBase):
     def store(
         self, space: str, a: Lanes, width: int, values: list[Lanes], m: Mask, full: bool
     ) -> None:
-        self.machine.progress += 1
+        self.progress.changes += 1
         if space == "global":
             self.touches_global(m)
             am = a if full else a[m]
@@ -229,14 +229,14 @@ class MemoryOps(UnitBase):
     # ---- polling and atomics
     def pause(self, pc: int) -> Pause:
         """Give the other warps of the cluster their turn."""
-        return Pause(pc, self.machine, "a value in memory that it polls")
+        return Pause(pc, self.progress, "a value in memory that it polls")
 
     def atomic(self, space: str, kind: str, a: Lanes, operands: list[Lanes], m: Mask) -> Lanes:
         """Old values. Lanes act one after the other in order of their number."""
         dtype = operands[0].dtype
         out = np.zeros(self.width, dtype)
         width = dtype.itemsize
-        self.machine.progress += 1
+        self.progress.changes += 1
         for lane in np.flatnonzero(m):
             one = np.zeros(self.width, bool)
             one[lane] = True

@@ -73,7 +73,7 @@ class SyncOps(UnitBase):
             raise Fault(
                 "synccheck", f"barrier {number}: {barrier.arrived} arrivals for {expected}", lane
             )
-        self.machine.progress += 1
+        self.progress.changes += 1
         wait = BarrierWait(after, number, barrier)
         if self.monitor is not None:
             self.monitor.barrier_arrive(self, (self.cta.rank, number), m)
@@ -87,7 +87,7 @@ class SyncOps(UnitBase):
     def cluster_arrive(self, m: Mask) -> None:
         cluster = self.cta.cluster
         cluster.arrived += int(np.count_nonzero(m))
-        self.machine.progress += 1
+        self.progress.changes += 1
         if cluster.arrived > cluster.threads:
             raise Fault("synccheck", "more arrivals at the cluster barrier than threads")
         if self.monitor is not None:
@@ -123,7 +123,7 @@ class SyncOps(UnitBase):
             cta.mbarriers[offset] = MBarrier(cta, offset, n)
             if self.monitor is not None:
                 self.monitor.mbarrier_word(cta, offset, True)
-        self.machine.progress += 1
+        self.progress.changes += 1
 
     def mbarrier_invalidate(self, a: Lanes, m: Mask) -> None:
         for address in np.unique(a[m]):
@@ -153,7 +153,7 @@ class SyncOps(UnitBase):
 
     def mbarrier_update(self, barrier: MBarrier, lane: int | None = None) -> None:
         """After a change: check the counts, and complete the phase when nothing is missing."""
-        self.machine.progress += 1
+        self.progress.changes += 1
         if barrier.pending < 0:
             at = f"{barrier.offset:#x}"
             raise Fault("synccheck", f"mbarrier {at}: more arrivals than its {barrier.count}", lane)
@@ -183,11 +183,11 @@ class SyncOps(UnitBase):
         if barrier.cta is not self.cta:
             raise Fault("synccheck", "a wait on the mbarrier of another CTA", lane)
         complete = (barrier.phase & 1) != (int(parity[lane]) & 1)
-        if self.machine.schedule.spurious_failure():
+        if self.device.schedule.spurious_failure():
             complete = False
         elif not complete and not group.tried:
             group.tried = True
-            return MBarrierWait(pc, barrier, self.machine)
+            return MBarrierWait(pc, barrier, self.progress)
         group.tried = False
         if complete and self.monitor is not None:
             self.monitor.mbarrier_acquire(self, barrier, m)

@@ -79,7 +79,7 @@ class TensorOps(UnitBase):
         if int(words[-1]) * 16 + 16 > len(cta.shared) or start < 1024:
             raise Fault("memcheck", f"MMA operand at {start:#x} lies outside shared memory")
         if self.monitor is not None:
-            self.monitor.mma_read(self, cta, words)
+            self.monitor.mma_read(self, cta, words, self.tensor_warp)
         return cta.views[element][index]
 
     # ---- mma.sync
@@ -103,7 +103,7 @@ class TensorOps(UnitBase):
         right = instructions.widen(np.ascontiguousarray(y).reshape(warps, 8, k), dtype)
         z = np.ascontiguousarray(z.reshape(2, 2, warps, 8, 4).transpose(2, 0, 3, 4, 1))
         d = instructions.mma(left, right, z.reshape(warps, 16, 8), dtype)
-        self.machine.mma_count += warps
+        self.device.statistics.mma += warps
         out = d.reshape(warps, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3)
         return np.ascontiguousarray(out).reshape(4, self.width)
 
@@ -154,12 +154,12 @@ class TensorOps(UnitBase):
         d = instructions.mma(
             instructions.widen(bits, dtype), instructions.widen(right, dtype), c, dtype, alignment
         )
-        self.machine.mma_count += 1
+        self.device.statistics.mma += 1
         queue.open_writes.update(registers)
         queue.open_reads.update(sources)
         self.accumulating = self.accumulating | frozenset(registers)
         self.consuming = self.consuming | frozenset(sources)
-        if not self.program.copies[self.current.pc] and self.machine.schedule.hold_result():
+        if not self.program.copies[self.current.pc] and self.device.schedule.hold_result():
             queue.held[registers] = d
             _write_accumulator(file, registers, np.full((64, n), np.nan, np.float32), n)
         else:

@@ -115,7 +115,7 @@ class TmemOps(SyncOps, TensorOps):
             _, offset = self.target(int(a[lane]))
             self.shared_range(cta, offset, 4, 4, "tcgen05.alloc result")
             cta.views[4][offset // 4] = first
-            self.machine.progress += 1
+            self.progress.changes += 1
             if self.monitor is not None:
                 one = np.zeros(self.width, bool)
                 one[lane] = True
@@ -195,7 +195,7 @@ class TmemOps(SyncOps, TensorOps):
                 bits = self._left(c, a, in_tmem, lane, rows // len(ctas), k, element, (x >> 15) & 1)
                 self._accumulate(c, int(d[lane]), bits, right, dtype, bool(enable[lane]), words[0])
             self.tensor_warp = -1
-            self.machine.mma_count += 1
+            self.device.statistics.mma += 1
 
     def _pair(self) -> list[Cta]:
         ctas, rank = self.cta.cluster.ctas, self.cta.rank
@@ -220,7 +220,7 @@ class TmemOps(SyncOps, TensorOps):
         column, columns = int(a[lane]) & 0xFFFF, k * element // 4
         self._owned(cta, column, columns)
         if self.monitor is not None:
-            self.monitor.tmem_mma(self, cta, (column, column + columns), False)
+            self.monitor.tmem_mma(self, cta, (column, column + columns), False, self.tensor_warp)
         words = np.ascontiguousarray(cta.tmem[_lanes_of(rows), column : column + columns])
         return words.view(f"u{element}")
 
@@ -231,7 +231,7 @@ class TmemOps(SyncOps, TensorOps):
         column, lanes, n = address & 0xFFFF, _lanes_of(len(bits)), len(right)
         self._owned(cta, column, n)
         if self.monitor is not None:
-            self.monitor.tmem_mma(self, cta, (column, column + n), True)
+            self.monitor.tmem_mma(self, cta, (column, column + n), True, self.tensor_warp)
         at = (lanes[:, None] + (address >> 16), column + np.arange(n))
         c = cta.tmem[at].view(_f4) if enable else np.zeros((len(bits), n), _f4)
         left = instructions.widen(bits, dtype)

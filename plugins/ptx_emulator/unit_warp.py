@@ -151,7 +151,7 @@ class WarpOps(UnitBase):
         offsets, warps = self._rows(a, count, m, "stmatrix")
         if self.monitor is not None:
             self.monitor.matrix(self, offsets, warps, write=True)
-        self.machine.progress += 1
+        self.progress.changes += 1
         bits = np.stack(values).view(_u2).reshape(count, self.width // 32, 8, 8)
         tiles = bits.swapaxes(0, 1)[warps]
         if trans:
