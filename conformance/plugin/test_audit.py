@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_kernel_claims import audit, claims
+from pytest_kernel_claims.claims import audit
+from pytest_kernel_claims.claims.__main__ import main
 
 if TYPE_CHECKING:
     from .conftest import TimedSuite
@@ -177,11 +178,11 @@ def test_an_honest_file_passes_and_every_change_is_found(
         assert list(audit.differences(changed)), plant.__name__
     path = tmp_path / "claims.json"
     path.write_text(json.dumps(recorded))
-    assert claims.main(["audit", str(path)]) == 0
+    assert main(["audit", str(path)]) == 0
     assert "3 claims, 2 timed rows, 0 differences" in capsys.readouterr().out
     slower(recorded)
     path.write_text(json.dumps(recorded))
-    assert claims.main(["audit", str(path)]) == 1
+    assert main(["audit", str(path)]) == 1
     assert f"{SECOND}: medians_us: ours: recorded 1.2" in capsys.readouterr().out
 
 
@@ -234,4 +235,4 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_text("{}")
     with pytest.raises(SystemExit):
-        claims.main(["audit", str(path)])
+        main(["audit", str(path)])

@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_kernel_claims import arch, claims, merge, provenance
+from pytest_kernel_claims import arch, provenance
+from pytest_kernel_claims.claims import merge
+from pytest_kernel_claims.claims.__main__ import main
+from pytest_kernel_claims.claims.model import SCHEMA, Measurement
+from pytest_kernel_claims.claims.report import write_json
 
 from .conftest import elsewhere
 
@@ -308,10 +312,10 @@ def test_the_worst_figure_is_the_one_closest_to_its_limit(suite: Suite) -> None:
 
 
 def test_a_violation_outranks_everything() -> None:
-    near = claims.Measurement("x", 0.99, 1.0)
-    beyond = claims.Measurement("x", 1.01, 1.0)
-    nothing = claims.Measurement("x", float("nan"), 1.0)
-    free = claims.Measurement("x", 1e9)
+    near = Measurement("x", 0.99, 1.0)
+    beyond = Measurement("x", 1.01, 1.0)
+    nothing = Measurement("x", float("nan"), 1.0)
+    free = Measurement("x", 1e9)
     assert free.badness < near.badness < beyond.badness < nothing.badness
 
 
@@ -333,7 +337,7 @@ def test_provenance(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["gpu"] == {"name": "NVIDIA H200", "sm": "sm90", "driver": "580.95.05"}
     assert found["cubins"] == {"prefill": hashlib.sha256(b"machine code").hexdigest()}
     assert found["args"][-2:] == ["--gpu-arch=sm90", "test_it.py"]
-    assert found["schema"] == claims.SCHEMA
+    assert found["schema"] == SCHEMA
     assert found["emulator"] is None
     assert {"torch", "cutlass_dsl", "python", "when", "exitstatus"} <= found.keys()
 
@@ -360,11 +364,11 @@ def test_the_commit_comes_from_git(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "claims.json"
-    claims.write_json(path, {"figure": float("nan"), "list": [float("inf")]})
+    write_json(path, {"figure": float("nan"), "list": [float("inf")]})
     assert json.loads(path.read_text()) == {"figure": "nan", "list": ["inf"]}
     before = path.read_text()
     with pytest.raises(TypeError):
-        claims.write_json(path, {"not JSON": object()})
+        write_json(path, {"not JSON": object()})
     assert path.read_text() == before
     assert list(path.parent.iterdir()) == [path]
 
@@ -518,7 +522,7 @@ def run_file(path: Path, where: str, **verdicts: str) -> str:
     }
     about = {"commit": "0123456789abcdef", "dirty": True, "torch": "2.11", "cutlass_dsl": "4.8.1"}
     when = "2026-05-01T10:00:00+00:00"
-    run = {"schema": claims.SCHEMA, **about, "when": when, **machines[where], "claims": found}
+    run = {"schema": SCHEMA, **about, "when": when, **machines[where], "claims": found}
     name = path / f"{where}{len(list(path.iterdir()))}.json"
     name.write_text(json.dumps(run))
     return str(name)
@@ -532,7 +536,7 @@ def test_merge_sets_machines_side_by_side(
         run_file(tmp_path, "emulated", G1="verified", G2="verified"),
         run_file(tmp_path, "gpu", C1="verified", G1="verified"),
     ]
-    assert claims.main(["merge", *files]) == 0
+    assert main(["merge", *files]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "| claim | statement | NVIDIA H200 (sm90) | emulated sm90 | no GPU |"
     assert lines[2] == r"| C1 | text of C1 \| bar | verified 3/3 |  | verified 3/3 |"
@@ -569,7 +573,7 @@ def test_merge_tells_runs_that_state_a_claim_in_other_words(
     run["claims"]["G1"]["text"] = "what it said before"
     Path(files[0]).write_text(json.dumps(run | {"when": "2026-04-30T10:00:00+00:00"}))
     for order in (files, files[::-1]):
-        assert claims.main(["merge", *order]) == 0
+        assert main(["merge", *order]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert r"| G1 | text of G1 \| bar | verified 3/3 | verified 3/3 |" in lines
         told = [line for line in lines if " says of " in line]
@@ -583,7 +587,7 @@ def test_merge_tells_files_of_one_name_apart(
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         files.append(run_file(tmp_path / folder, "gpu", G1="verified"))
-    assert claims.main(["merge", *files]) == 0
+    assert main(["merge", *files]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(": commit")[0] for line in lines if ": commit" in line] == [
         f"- NVIDIA H200 (sm90), {file}" for file in files
@@ -598,7 +602,7 @@ def test_a_statement_cannot_break_the_document(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     readme.write_text(f"{merge.BEGIN}\n{merge.END}\n")
     for _ in range(2):
-        assert claims.main(["merge", "--into", str(readme), str(file)]) == 0
+        assert main(["merge", "--into", str(readme), str(file)]) == 0
         assert (
             r"| G1 | two lines &lt;!-- claims:end --> \| bar | verified 3/3 |" in readme.read_text()
         )
@@ -611,10 +615,10 @@ def test_merge_into_a_document(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{merge.BEGIN}\nold\n{merge.END}\nafter\n")
     arguments = ["merge", "--into", str(readme), file]
-    assert claims.main([*arguments, "--check"]) == 1
+    assert main([*arguments, "--check"]) == 1
     assert "old" in readme.read_text()
-    assert claims.main(arguments) == 0
-    assert claims.main([*arguments, "--check"]) == 0
+    assert main(arguments) == 0
+    assert main([*arguments, "--check"]) == 0
     text = readme.read_text()
     assert text.startswith(f"before\n{merge.BEGIN}\n| claim |")
     assert text.endswith(f"2026-05-01\n{merge.END}\nafter\n")
@@ -623,13 +627,13 @@ def test_merge_into_a_document(tmp_path: Path) -> None:
 
 def test_merge_names_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = run_file(tmp_path, "gpu", G1="verified", G2="verified")
-    assert claims.main(["merge", "--leave-out=G2", "--leave-out=G2", file]) == 0
+    assert main(["merge", "--leave-out=G2", "--leave-out=G2", file]) == 0
     text = capsys.readouterr().out
     assert "| G1 |" in text
     assert "| G2 |" not in text
     assert text.endswith("\nLeft out by hand: G2.\n")
     with pytest.raises(SystemExit) as stop:
-        claims.main(["merge", "--leave-out=G3", file])
+        main(["merge", "--leave-out=G3", file])
     assert stop.value.code == 2
     assert "--leave-out G3: no run has that claim" in capsys.readouterr().err
 
@@ -656,7 +660,7 @@ def test_merge_refuses(
     readme = tmp_path / "README.md"
     readme.write_text(document)
     with pytest.raises(SystemExit) as stop:
-        claims.main(["merge", "--into", str(readme), file])
+        main(["merge", "--into", str(readme), file])
     assert stop.value.code == 2
     assert told in capsys.readouterr().err
     assert readme.read_text() == document

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from pytest_kernel_claims import claims, figures
+from pytest_kernel_claims import figures
+from pytest_kernel_claims.claims.__main__ import main
+from pytest_kernel_claims.claims.model import SCHEMA
 
 from .test_timetable import TEST, record
 
@@ -23,7 +25,7 @@ Keys = tuple[str | int, ...]
 
 FIGURE = {"name": "of peer", "value": 0.25, "limit": 0.5, "unit": None, "better": "lower"}
 RUN: dict[str, Any] = {
-    "schema": claims.SCHEMA,
+    "schema": SCHEMA,
     "gpu": {"name": "NVIDIA H200", "sm": "sm90", "driver": "580"},
     "emulator": {"name": "ptx_emulator", "sm": ["sm90"]},
     "commit": "0123456789abcdef",
@@ -112,7 +114,7 @@ def refused(
     file = tmp_path / "run.json"
     file.write_text(json.dumps(run))
     try:
-        status = claims.main([command, str(file)])
+        status = main([command, str(file)])
     except SystemExit as stop:
         status = int(stop.code or 0)
     out, err = capsys.readouterr()

@@ -47,7 +47,8 @@ def test_nothing_is_imported():
     heavy = {"torch", "numpy", "cutlass", "linattn"} & sys.modules.keys()
     rooms = {name for name in sys.modules if name.startswith("pytest_kernel_claims.")}
     assert not heavy
-    started = ("plugin", "arch", "claims", "provenance")
+    started = {"plugin", "arch", "claims", "provenance"}
+    started |= {f"claims.{name}" for name in ("model", "properties", "collector", "report")}
     assert rooms <= {"pytest_kernel_claims." + name for name in started}
 """
 

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
-from pytest_kernel_claims import claims, figures, timetable
+from pytest_kernel_claims import figures
+from pytest_kernel_claims.claims import timetable
+from pytest_kernel_claims.claims.__main__ import main
+from pytest_kernel_claims.claims.model import SCHEMA
 
 pytestmark = pytest.mark.claim(
     "PLUGIN-TIMINGS", "recorded timings become tables, from their readings"
@@ -54,7 +57,7 @@ def record(ours: float, peer: float, limit: float | None = 50.0) -> dict[str, An
 
 def run_file(path: Path, timings: dict[str, Any], **more: Any) -> str:
     run = {
-        "schema": claims.SCHEMA,
+        "schema": SCHEMA,
         "gpu": {"name": "NVIDIA H200", "sm": "sm90", "driver": "580"},
         "emulator": None,
         "commit": "0123456789abcdef",
@@ -74,7 +77,7 @@ def run_file(path: Path, timings: dict[str, Any], **more: Any) -> str:
 def test_a_table_for_each_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = {f"{TEST}[short]": record(10, 40), f"{TEST}[long]": record(100.04, 201, 150)}
     file = run_file(tmp_path, {**rows, "suite/test_speed.py::test_other": record(3, 4, None)})
-    assert claims.main(["timings", file]) == 0
+    assert main(["timings", file]) == 0
     how = "CUDA-graph replay, the same inputs, median of 2 fresh processes, microseconds."
     assert capsys.readouterr().out.splitlines() == [
         f"On NVIDIA H200, 0.json, {ORIGIN}:",
@@ -101,7 +104,7 @@ def test_files_of_one_name_are_told_apart(
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         files.append(run_file(tmp_path / name, {TEST: record(10, 40)}))
-    assert claims.main(["timings", *files]) == 0
+    assert main(["timings", *files]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("On ")] == [
         f"On NVIDIA H200, {file}, {ORIGIN}:" for file in files
@@ -114,7 +117,7 @@ def test_a_missed_limit_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[st
     second["figures"][0] |= {"limit": 0.5, "better": "higher"}
     rows = {"slow": record(24, 40, 22), "equal": record(20, 40, 20), "second": second}
     file = run_file(tmp_path, {f"{TEST}[{row}]": one for row, one in rows.items()})
-    assert claims.main(["timings", file]) == 0
+    assert main(["timings", file]) == 0
     assert capsys.readouterr().out.splitlines()[-3:] == [
         "| slow | 24.0 | 40.0 | 22, missed | 0.60 (<= 0.5, missed) |",
         "| equal | 20.0 | 40.0 | 20 | 0.50 (<= 0.5) |",
@@ -150,7 +153,7 @@ def test_what_is_not_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     }
     stated = {name: {**rest, "worst": figures} for name, figures in figures_of.items()}
     file = run_file(tmp_path, {f"{TEST}[a]": record(10, 40)}, claims=stated)
-    assert claims.main(["timings", file]) == 0
+    assert main(["timings", file]) == 0
     assert capsys.readouterr().out.splitlines()[7:] == [
         "",
         "Measured by tests of this run that time no row, the worst of each claim:",
@@ -172,7 +175,7 @@ def test_rows_with_other_columns(
     del alone["implementations"]["peer"]
     alone["figures"] = alone["figures"][1:]
     rows = [(f"{TEST}[alone]", alone), (f"{TEST}[both]", record(10, 40))]
-    assert claims.main(["timings", run_file(tmp_path, dict(rows[::order]))]) == 0
+    assert main(["timings", run_file(tmp_path, dict(rows[::order]))]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "| alone | 10.0 |  | 50 |  |" in lines
     assert "| both | 10.0 | 40.0 | 50 | 0.25 (<= 0.5) |" in lines
@@ -184,7 +187,7 @@ def test_rows_of_two_methods_are_refused(
     other = {**record(10, 40), "mode": "eager"}
     file = run_file(tmp_path, {f"{TEST}[a]": record(10, 40), f"{TEST}[b]": other})
     with pytest.raises(SystemExit) as stop:
-        claims.main(["timings", file])
+        main(["timings", file])
     assert stop.value.code == 2
     assert "got rows timed in 2 ways, expected one" in capsys.readouterr().err
 
@@ -197,7 +200,7 @@ def test_readings_that_do_not_count_are_not_shown(
         process(10, before={"utilisation_percent": 90, "reasons": []}),
         process(10),
     ]
-    assert claims.main(["timings", run_file(tmp_path, {f"{TEST}[busy]": busy})]) == 0
+    assert main(["timings", run_file(tmp_path, {f"{TEST}[busy]": busy})]) == 0
     assert "| busy | invalid | invalid | 50 | nan (<= 0.5) |" in capsys.readouterr().out
 
 
@@ -212,7 +215,7 @@ def test_many_rows_are_told_by_their_set(
     }
     other = {"limits": {"rows": 1, "worst": 1.0, "geomean": None}, "ratios": {"elsewhere": 1.0}}
     file = run_file(tmp_path, timings, ratio_sets={"pairs": one, "others": other})
-    assert claims.main(["timings", file]) == 0
+    assert main(["timings", file]) == 0
     text = capsys.readouterr().out
     assert text.count("| 10.0 | 40.0 |") == (rows if rows <= timetable.LONGEST else 0)
     assert (f"{rows} rows, each with its readings" in text) == (rows > timetable.LONGEST)
@@ -227,10 +230,10 @@ def test_into_a_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{timetable.BEGIN}\nold\n{timetable.END}\nafter\n")
     arguments = ["timings", "--into", str(readme), file]
-    assert claims.main([*arguments, "--check"]) == 1
+    assert main([*arguments, "--check"]) == 1
     assert "out of date" in capsys.readouterr().err
-    assert claims.main(arguments) == 0
-    assert claims.main([*arguments, "--check"]) == 0
+    assert main(arguments) == 0
+    assert main([*arguments, "--check"]) == 0
     text = readme.read_text()
     assert "| - | 10.0 | 40.0 |" in text
     assert "old" not in text
@@ -241,6 +244,6 @@ def test_runs_without_timings_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        claims.main(["timings", run_file(tmp_path, {})])
+        main(["timings", run_file(tmp_path, {})])
     assert stop.value.code == 2
     assert "none of the runs timed anything" in capsys.readouterr().err

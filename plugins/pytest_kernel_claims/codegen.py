@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_kernel_claims import claims
+from pytest_kernel_claims.claims.properties import record_cubin
 
 HINT = "pip install linattn[codegen]"
 # Warpgroup (sm90), tcgen05 (sm100) and warp-level tensor-core instructions.
@@ -299,7 +299,7 @@ class Codegen:
     def record_cubin(self, name: str, cubin: bytes) -> str:
         """Record the SHA-256 of a cubin under this name in the claims JSON, and return it."""
         digest = hashlib.sha256(cubin).hexdigest()
-        claims.record_cubin(self._node, name, digest)
+        record_cubin(self._node, name, digest)
         return digest
 
     def cubin_facts(self, cubin: bytes, name: str | None = None) -> list[KernelFacts]:

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, Union
 
-from pytest_kernel_claims.claims import Better, Measured, Measurement
+from pytest_kernel_claims.claims.model import Better, Measurement
+from pytest_kernel_claims.claims.properties import Measured
 
 if TYPE_CHECKING:
     import torch

@@ -33,7 +33,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pytest_kernel_claims import arch, claims, compare, sanitizer
+from pytest_kernel_claims import arch, compare, sanitizer
+from pytest_kernel_claims.claims.model import Measurement
+from pytest_kernel_claims.claims.properties import Measured
 
 Level = Literal["dispatch", "deep"]
 LEVELS: tuple[Level, ...] = ("dispatch", "deep")
@@ -397,8 +399,8 @@ class NoHostSync:
                 yield audit
         finally:
             count = float(len(audit.counted))
-            figure = claims.Measurement("host syncs", count, 0.0)
-            claims.Measured(self._node).record(figure)
+            figure = Measurement("host syncs", count, 0.0)
+            Measured(self._node).record(figure)
 
     def _level(self, level: Level | None, gpu: bool) -> Level:
         config = self._node.config

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_kernel_claims import arch, claims
+from pytest_kernel_claims import arch
+from pytest_kernel_claims.claims import properties
+from pytest_kernel_claims.claims.collector import Collector
 
 if TYPE_CHECKING:
     import torch
@@ -126,7 +128,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config.option, "benchmark_disable"):
         config.pluginmanager.register(_WithoutBenchmark(), "kernel_claims_no_benchmark")
     if not hasattr(config, "workerinput") and not _is_child(config):
-        config.pluginmanager.register(claims.Collector(config), "kernel_claims_collector")
+        config.pluginmanager.register(Collector(config), "kernel_claims_collector")
 
 
 def _is_child(config: pytest.Config) -> bool:
@@ -150,15 +152,15 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
-    claims.note_deselected(items)
+    properties.note_deselected(items)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     if _is_child(session.config):
         return
     try:
-        claims.attach(session.items, KINDS)
-        claims.attach_ratio_sets(session.items)
+        properties.attach(session.items, KINDS)
+        properties.attach_ratio_sets(session.items)
         marked = [item for item in session.items if any(arch.marks(item, "timing"))]
         if marked:
             from pytest_kernel_claims import processes
@@ -169,7 +171,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         if not hasattr(session.config, "workerinput"):
             raise
         # A worker cannot stop an xdist run with a message: its reports tell the controller.
-        claims.attach_error(session.items, str(error))
+        properties.attach_error(session.items, str(error))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -200,10 +202,10 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 
 @pytest.fixture
-def measured(request: pytest.FixtureRequest) -> claims.Measured:
+def measured(request: pytest.FixtureRequest) -> properties.Measured:
     """``measured(name, value, limit=None, unit=None, better="lower")``: record a figure with the
     claims of this test; the test fails when the figure violates its limit or is NaN."""
-    return claims.Measured(request.node)
+    return properties.Measured(request.node)
 
 
 @pytest.fixture
@@ -267,7 +269,7 @@ def assert_numeric(request: pytest.FixtureRequest) -> NumericCheck:
     """``compare.assert_numeric`` that also records its figures with the claims of this test."""
     from pytest_kernel_claims import compare
 
-    return compare.NumericCheck(claims.Measured(request.node))
+    return compare.NumericCheck(properties.Measured(request.node))
 
 
 @pytest.fixture

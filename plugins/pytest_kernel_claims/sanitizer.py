@@ -31,7 +31,9 @@ from typing import Any, cast
 
 import pytest
 
-from pytest_kernel_claims import arch, child, claims, planted
+from pytest_kernel_claims import arch, child, planted
+from pytest_kernel_claims.claims.model import Measurement
+from pytest_kernel_claims.claims.properties import Measured
 
 TOOLS = tuple(planted.KERNELS)
 MINIMUM = (2025, 4, 1)
@@ -283,8 +285,8 @@ def judge(
     return reports
 
 
-def _figure(verdict: Verdict) -> claims.Measurement:
-    return claims.Measurement(f"{verdict.tool} errors", float(verdict.errors or 0), 0.0)
+def _figure(verdict: Verdict) -> Measurement:
+    return Measurement(f"{verdict.tool} errors", float(verdict.errors or 0), 0.0)
 
 
 # --- the run --------------------------------------------------------------------------------
@@ -446,5 +448,5 @@ class EmulatedRun(SanitizedRun):
                 "checked",
                 pytrace=False,
             )
-        claims.Measured(item).record(claims.Measurement(f"{self.tool} errors", 0.0, 0.0))
+        Measured(item).record(Measurement(f"{self.tool} errors", 0.0, 0.0))
         return result

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from pytest_kernel_claims import arch, child, events, figures, gpustate, processes
-from pytest_kernel_claims.claims import TIMINGS, Better, Measured, Measurement
+from pytest_kernel_claims.claims.model import Better, Measurement
+from pytest_kernel_claims.claims.properties import TIMINGS, Measured
 
 SUBJECT = "ours"
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from pytest_kernel_claims.claims import SEVERITY, VERDICTS
+from pytest_kernel_claims.claims.model import SEVERITY, VERDICTS
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pytest_kernel_claims import figures, merge
-from pytest_kernel_claims.claims import Measurement
+from pytest_kernel_claims import figures
+from pytest_kernel_claims.claims import merge
+from pytest_kernel_claims.claims.model import Measurement
 
 BEGIN, END = "<!-- timings:begin -->", "<!-- timings:end -->"
 LONGEST = 24

@@ -12,8 +12,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from pytest_kernel_claims import shapes
-from pytest_kernel_claims.claims import SCHEMA
+from pytest_kernel_claims.claims import shapes
+from pytest_kernel_claims.claims.model import SCHEMA
 
 BEGIN, END = "<!-- claims:begin -->", "<!-- claims:end -->"
 

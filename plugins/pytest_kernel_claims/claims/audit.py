@@ -12,9 +12,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pytest_kernel_claims import figures, shapes
-from pytest_kernel_claims.claims import Claim, Measurement, Row, finite
-from pytest_kernel_claims.merge import load
+from pytest_kernel_claims import figures
+from pytest_kernel_claims.claims import shapes
+from pytest_kernel_claims.claims.merge import load
+from pytest_kernel_claims.claims.model import Claim, Measurement, Row
+from pytest_kernel_claims.claims.report import finite
 
 SET_FIGURE = "ratio"
 """The figure of a row that a ratio set judges; the row's own test does not."""

@@ -1,0 +1,89 @@
+"""What a run says of its claims: the table in the terminal, and how JSON files are written."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pytest_kernel_claims.claims.model import SEVERITY, VERDICTS, Claim
+
+# --- terminal -------------------------------------------------------------------------------
+
+
+def table(claims: Iterable[Claim]) -> Iterator[str]:
+    """A line for each claim, and one below it for its worst figures."""
+    rows = sorted(claims, key=lambda claim: claim.id)
+    width = max((len(claim.id) for claim in rows), default=0)
+    needs = max((len(_needs(claim)) for claim in rows), default=0)
+    for claim in rows:
+        head = f"{claim.id:{width}}  {claim.verdict:8}  {tally(claim):>7}"
+        yield f"{head}  {_needs(claim):{needs}}  {claim.text}{_asides(claim)}"
+        figures = [str(figure) for _, (figure, _) in sorted(claim.worst().items())]
+        if figures:
+            yield f"{'':{width}}  worst: {', '.join(figures)}"
+
+
+def tally(claim: Claim) -> str:
+    return f"{claim.counts()['passed']}/{claim.selected}"
+
+
+def _needs(claim: Claim) -> str:
+    return ",".join(sorted(claim.arches)) or "any"
+
+
+def _asides(claim: Claim) -> str:
+    counts = claim.counts()
+    named = [f"{counts[o]} {o}" for o in SEVERITY if o != "passed" and counts[o]]
+    if claim.deselected:
+        named.append(f"{claim.deselected} deselected")
+    return f" ({', '.join(named)})" if named else ""
+
+
+def closing(claims: Iterable[Claim], modules: Counter[str]) -> Iterator[str]:
+    """What was shown, and what this run could not show and why."""
+    claims = sorted(claims, key=lambda claim: claim.id)
+    verdicts = Counter(claim.verdict for claim in claims)
+    told = [f"{verdicts[verdict]} {verdict}" for verdict in VERDICTS if verdicts[verdict]]
+    yield f"{len(claims)} claim{'s' * (len(claims) != 1)}: {', '.join(told)}"
+    reasons: dict[str, list[str]] = {}
+    for claim in claims:
+        for reason in claim.reasons():
+            reasons.setdefault(reason, []).append(claim.id)
+    if reasons:
+        yield "not shown by this run:"
+    for reason, ids in sorted(reasons.items(), key=lambda pair: (-len(pair[1]), pair[0])):
+        yield f"  {len(ids)} claim{'s' * (len(ids) != 1)}: {reason} [{' '.join(ids)}]"
+    for outcome, number in sorted(modules.items()):
+        yield f"  claims in {number} module(s) that {outcome} at import are not counted"
+
+
+# --- JSON -----------------------------------------------------------------------------------
+
+
+def finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: such figures become strings."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write so that a reader sees the old file or the new one, never a part."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(finite(value), file, indent=1, allow_nan=False)
+            file.write("\n")
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
