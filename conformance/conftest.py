@@ -44,7 +44,7 @@ def cuda(device: torch.device) -> torch.device:
 def cold() -> Iterator[None]:
     """No compiled configuration in memory; entries on disk stay."""
     cache.reset()
-    launch.current().plans.clear()
+    launch.current().forget()
     yield
     cache.reset()
-    launch.current().plans.clear()
+    launch.current().forget()

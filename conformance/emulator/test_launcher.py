@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from array import array
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 
 import linattn
 from linattn.host.launch import use_launcher
-from linattn.host.signature import SIGNATURES, Kind, Signature
+from linattn.kernels.lightning_prefill.config import SIGNATURE
 from linattn.reference import lightning_chunked
+from linattn.spec.signature import Measured
 from ptx_emulator import CHECKS, KernelFault
 from ptx_emulator import launcher as launcher_module
 from ptx_emulator.launcher import EmulatedLauncher, signature_buffers
@@ -63,32 +65,34 @@ def test_outside_the_emulator_cpu_tensors_are_refused() -> None:
         linattn.lightning_attn_fwd(*(x.to("meta") for x in (q, k, v, decay)))
 
 
-def call_of(signature: Signature, tensors: dict[str, Any], scalars: dict[str, int]) -> list[Any]:
-    """Arguments of the compiled function; what is not named is 0."""
-    arguments: list[Any] = []
-    for spec in signature.tensors:
+def buffers_of(
+    tensors: dict[str, torch.Tensor], batch: int, slots: int, sequences: int
+) -> dict[str, Buffer]:
+    """What a call with these arguments may touch; tensors that are not named are absent."""
+    h, hv = tensors["q"].shape[2], tensors["v"].shape[2]
+    sizes = {"B": batch, "T": tensors["q"].shape[1], "H": h, "HV": hv}
+    sizes |= {"N": sequences, "P": slots, "ctas": 1}
+    measured = {
+        name: Measured(dict(zip(SIGNATURE[name].dims, x.stride())), x.element_size())
+        for name, x in tensors.items()
+    }
+    layout = array("q", SIGNATURE.layout(measured, sizes, {}))
+    places: list[Any] = []
+    for spec in SIGNATURE.tensors:
         tensor = tensors.get(spec.name)
-        if not spec.by_address:
-            arguments.append(tensor)
-            continue
-        passed = [0 if tensor is None else tensor.data_ptr()]
-        if spec.kind is Kind.STATE:
-            passed += (0, 0) if tensor is None else tensor.stride()[:2]
-        if spec.kind is Kind.NUMBERS:
-            passed.append(int(tensor is not None and tensor.dtype == torch.int64))
-        arguments += passed
-    return [*arguments, *(scalars.get(name, 0) for name, _ in signature.scalars)]
+        address = 0 if tensor is None else tensor.data_ptr()
+        places.append(tensor if spec.whole else address)
+    call = (*places, layout.buffer_info()[0], 1.0)
+    return {b.name.split()[0]: b for b in signature_buffers(SIGNATURE, call)}
 
 
 def test_memory_of_a_call_is_that_of_its_signature() -> None:
     """States come by address and strides; inputs are read-only, outputs uninitialised."""
     q, k, v, decay, state = inputs()
-    signature = SIGNATURES["lightning_prefill"]
     pool = torch.zeros(1, 3, 130, 128)[:, :2, :128]
     tensors = {"q": q, "k": k, "v": v, "o": torch.zeros_like(v), "decay": decay}
     tensors |= {"initial_state": state, "final_state": pool}
-    call = call_of(signature, tensors, {"P": 1, "N": 1})
-    buffers = {b.name.split()[0]: b for b in signature_buffers(signature, call)}
+    buffers = buffers_of(tensors, batch=1, slots=1, sequences=1)
     assert set(buffers) == set(tensors)
     assert [n for n, b in buffers.items() if not b.readonly] == ["o", "final_state"]
     assert [n for n, b in buffers.items() if not b.initialized] == ["o", "final_state"]
@@ -97,13 +101,13 @@ def test_memory_of_a_call_is_that_of_its_signature() -> None:
     assert final.strides == tuple(4 * s for s in pool.stride())
     assert final.span == 4 * (pool.stride(1) + 127 * 128 + 128)
     absent = {n: t for n, t in tensors.items() if not n.endswith("state")}
-    assert len(signature_buffers(signature, call_of(signature, absent, {}))) == 5
+    assert set(buffers_of(absent, batch=1, slots=1, sequences=1)) == set(absent)
+    assert len(absent) == 5
 
 
 def test_memory_of_a_packed_call() -> None:
     """Index vectors are as long as there are sequences, a pool as its number of slots."""
     q, k, v, decay, _ = inputs()
-    signature = SIGNATURES["lightning_prefill"]
     pool = torch.zeros(5, 2, 128, 128)
     tensors = {"q": q, "k": k, "v": v, "o": torch.zeros_like(v), "decay": decay}
     tensors |= {"initial_state": pool, "final_state": pool}
@@ -112,8 +116,7 @@ def test_memory_of_a_packed_call() -> None:
         "slots": torch.zeros(3, dtype=torch.int32),
         "has_initial": torch.zeros(3, dtype=torch.bool),
     }
-    call = call_of(signature, tensors | vectors, {"N": 3, "P": 5})
-    buffers = {b.name.split()[0]: b for b in signature_buffers(signature, call)}
+    buffers = buffers_of(tensors | vectors, batch=1, slots=5, sequences=3)
     assert buffers["final_state"].shape == (5, 2, 128, 128)
     for name, size in (("cu_seqlens", 32), ("slots", 12), ("has_initial", 3)):
         assert (buffers[name].address, buffers[name].span) == (vectors[name].data_ptr(), size)

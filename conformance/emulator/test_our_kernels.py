@@ -14,7 +14,8 @@ import linattn
 from linattn.host import cache, dispatch
 from linattn.host.arch import Arch
 from linattn.host.launch import use_launcher
-from linattn.host.signature import SIGNATURES
+from linattn.kernels import OPERATORS
+from linattn.spec.operator import Operator
 from ptx_emulator import CHECKS, CheckFailure, accepts, parse
 from ptx_emulator.isa import find
 from ptx_emulator.launcher import EmulatedLauncher
@@ -24,9 +25,9 @@ from .mutations import cut, planted
 ARCHITECTURES = ("sm90", "sm100", "sm103")
 
 
-def shipped() -> Iterator[tuple[str, str, object]]:
+def shipped() -> Iterator[tuple[Operator, str, object]]:
     """(operator, target, configuration) of every kernel that exists."""
-    for operator in sorted(SIGNATURES):
+    for _, operator in sorted(OPERATORS.items()):
         for name in ARCHITECTURES:
             arch = Arch.parse(name)
             try:
@@ -39,7 +40,7 @@ def shipped() -> Iterator[tuple[str, str, object]]:
 
 @pytest.mark.claim("EMU-13", "the emulator models every instruction of every kernel that ships")
 @pytest.mark.parametrize(("operator", "target", "config"), list(shipped()), ids=str)
-def test_instructions_are_modelled(operator: str, target: str, config: object) -> None:
+def test_instructions_are_modelled(operator: Operator, target: str, config: object) -> None:
     ptx = cache.get(operator, target, config).ptx()
     for kernel in parse(ptx).values():
         unknown = {op for op in kernel.opcodes() if not accepts(op)}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+
+from linattn.host import launch
 
 EMULATED_CHUNKS = 32
 """Chunk steps of a value head that one emulated test may take."""
@@ -20,3 +22,20 @@ def affordable(device: torch.device) -> Callable[[int], None]:
             pytest.skip(f"{chunks} chunk steps are too many to emulate (limit {EMULATED_CHUNKS})")
 
     return check
+
+
+@pytest.fixture
+def processors(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """``processors(3)``: until the test ends calls are planned for a GPU of three multiprocessors,
+    and none as an earlier one was."""
+    launchers = []
+
+    def plan_for(count: int) -> None:
+        launcher = launch.current()
+        monkeypatch.setattr(launcher, "multiprocessors", lambda device: count)
+        launcher.forget()
+        launchers.append(launcher)
+
+    yield plan_for
+    for launcher in launchers:
+        launcher.forget()

@@ -3,20 +3,59 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from linattn.host import validate
 from linattn.host.arch import Arch
 from linattn.host.launch import Launcher
-from linattn.host.signature import SIGNATURES, Access
+from linattn.host.validate import dtype
 from linattn.reference import lightning_packed, lightning_recurrent
+from linattn.spec.operator import Operator
+from linattn.spec.signature import Access, Call
 
 HEAD_DIM = 128
+
+
+class Launched:
+    """A launch that was made: its arguments, and what they said then.
+
+    The layout is copied, because it lives as long as its plan, and read when somebody asks, so that
+    a launch costs its call nothing.
+    """
+
+    def __init__(self, operator: Operator, arguments: tuple[Any, ...], words: int) -> None:
+        self.operator, self.arguments = operator, arguments
+        self._place = len(operator.signature.tensors)
+        block = ctypes.c_int64 * words
+        self._layout = block.from_buffer_copy(block.from_address(arguments[self._place]))
+
+    @cached_property
+    def _call(self) -> Call:
+        arguments = list(self.arguments)
+        arguments[self._place] = ctypes.addressof(self._layout)
+        return self.operator.signature.call(arguments)
+
+    @cached_property
+    def found(self) -> dict[str, Access]:
+        """The memory behind the tensors, by name; what is absent is left out."""
+        return {access.spec.name: access for access in self._call.accesses}
+
+    def strides(self, name: str) -> list[int]:
+        """What the layout holds of the strides of a tensor, which may have no elements."""
+        signature = self.operator.signature
+        return [self._layout[signature.at_stride(name, x)] for x in signature[name].strided]
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Sizes and scalars by name."""
+        return self._call.values
 
 
 class HostLauncher(Launcher):
@@ -25,10 +64,10 @@ class HostLauncher(Launcher):
     def __init__(self, capability: Arch = Arch(9, 0)) -> None:  # noqa: B008
         super().__init__()
         self.capability = capability
-        self.launches: list[tuple[Any, ...]] = []
+        self.launches: list[Launched] = []
 
-    def accepts(self, name: str, tensor: torch.Tensor) -> None:
-        pass
+    def expects(self, device: torch.device) -> str:
+        return ""
 
     def default_device(self) -> torch.device:
         return torch.device("cpu")
@@ -36,21 +75,23 @@ class HostLauncher(Launcher):
     def arch(self, device: torch.device) -> Arch:
         return self.capability
 
-    def function(self, operator: str, arch: Arch, config: Any) -> Callable[..., Any]:
-        return lambda *arguments: self.launches.append(arguments)
+    def function(self, operator: Operator, arch: Arch, config: Any) -> Callable[..., Any]:
+        words = operator.signature.words
+        return lambda *arguments: self.launches.append(Launched(operator, arguments, words))
 
 
 class ReferenceLauncher(HostLauncher):
     """Computes on the CPU what the kernel would, from the kernel's own arguments."""
 
-    def function(self, operator: str, arch: Arch, config: Any) -> Callable[..., Any]:
-        signature = SIGNATURES[operator]
+    def function(self, operator: Operator, arch: Arch, config: Any) -> Callable[..., Any]:
+        record = super().function(operator, arch, config)
 
         def launch(*arguments: Any) -> None:
-            self.launches.append(arguments)
-            found = {access.spec.name: _tensor(access) for access in signature.accesses(arguments)}
+            record(*arguments)
+            made = self.launches[-1]
+            found = {name: tensor_of(access) for name, access in made.found.items()}
             inputs = [found[name] for name in ("q", "k", "v", "decay")]
-            scale = arguments[-1]
+            scale = made.values["scale"]
             if "cu_seqlens" in found:
                 _launch_packed(found, inputs, scale)
                 return
@@ -82,40 +123,51 @@ def _launch_packed(
 
 
 class CheckingLauncher(ReferenceLauncher):
-    """Its functions refuse what compiled ones refuse, in words that are not the operator's."""
+    """Its functions refuse what no descriptor can hold, in words that are not the operator's."""
 
-    def function(self, operator: str, arch: Arch, config: Any) -> Callable[..., Any]:
+    def function(self, operator: Operator, arch: Arch, config: Any) -> Callable[..., Any]:
         launch = super().function(operator, arch, config)
-        signature = SIGNATURES[operator]
-        names = [spec.name for spec in signature.tensors if not spec.by_address]
 
         def checked(*arguments: Any) -> None:
-            tensors = dict(zip(names, arguments))
-            try:
-                validate.check(signature, tensors, self.accepts)
-                if any(
-                    validate.restride(signature[name], x) is not None for name, x in tensors.items()
-                ):
-                    raise ValueError("odd stride")
-            except (TypeError, ValueError):
-                raise ValueError("refused by the compiled function") from None
+            for access in operator.signature.call(arguments).accesses:
+                spec = access.spec
+                steps = [stride * access.itemsize for stride in access.strides[: len(spec.free)]]
+                unit = spec.stride_divisor * access.itemsize
+                if access.address % spec.alignment or any(x % unit or x >= 2**40 for x in steps):
+                    raise ValueError("refused by the compiled function")
             launch(*arguments)
 
         return checked
 
 
-def _tensor(access: Access) -> torch.Tensor:
+def tensor_of(access: Access) -> torch.Tensor:
     """The tensor that a kernel finds at an address."""
-    dtype = access.spec.element.torch
+    element = dtype(access.spec.element.torch)
     if access.itemsize != access.spec.element.itemsize:
-        dtype = torch.int64
+        element = torch.int64
     if 0 in access.shape:
-        return torch.empty(access.shape, dtype=dtype)
+        return torch.empty(access.shape, dtype=element)
     steps = zip(access.shape, access.strides)
     count = 1 + sum((size - 1) * stride for size, stride in steps)
     memory = (ctypes.c_uint8 * (count * access.itemsize)).from_address(access.address)
-    flat = torch.frombuffer(memory, dtype=dtype)
+    flat = torch.frombuffer(memory, dtype=element)
     return flat.as_strided(access.shape, access.strides)
+
+
+@contextmanager
+def python_calls() -> Iterator[list[str]]:
+    """Functions of linattn that the block enters: host time in names, on any machine."""
+    calls: list[str] = []
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_globals["__name__"].startswith("linattn."):
+            calls.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
 
 
 @dataclass(frozen=True)
@@ -134,8 +186,8 @@ class StubBuilder:
 
     builds: list[tuple[str, str, Any]] = field(default_factory=list)
 
-    def __call__(self, operator: str, target: str, config: Any) -> SimpleNamespace:
-        self.builds.append((operator, target, config))
+    def __call__(self, operator: Operator, target: str, config: Any) -> SimpleNamespace:
+        self.builds.append((operator.name, target, config))
         text = f"{operator} {target} {config}"
         return SimpleNamespace(
             object=f"object of {text}".encode(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +23,9 @@ from stand_ins import StubBuilder, StubConfig
 import linattn
 from linattn import env
 from linattn.errors import CacheWarning
-from linattn.host import cache, compile, dispatch
+from linattn.host import build, cache, compile
+from linattn.kernels import OPERATORS
+from linattn.spec.operator import Operator
 
 pytestmark = pytest.mark.dispatch
 
@@ -31,6 +35,7 @@ KEY = pytest.mark.claim("LA-H03", "an entry is used only for exactly what it was
 UNWRITABLE = pytest.mark.claim("LA-H04", "a cache that cannot be written warns and still serves")
 AHEAD = pytest.mark.claim("LA-H15", "kernels compile ahead of time, and what is left out is named")
 IMPORT = pytest.mark.claim("LA-H05", "import needs no GPU, no driver and no compiler")
+PREFILL = OPERATORS["lightning_prefill"]
 FILES = ("kernel.cubin", "kernel.o", "kernel.ptx", "meta.json")
 
 
@@ -48,12 +53,12 @@ def root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def builder(monkeypatch: pytest.MonkeyPatch) -> StubBuilder:
     stub = StubBuilder()
-    monkeypatch.setattr(compile, "build", stub)
+    monkeypatch.setattr(build, "build", stub)
     return stub
 
 
 def get(config: Any = StubConfig()) -> cache.Loaded:  # noqa: B008
-    return cache.get("lightning_prefill", "sm_90a", config)
+    return cache.get(PREFILL, "sm_90a", config)
 
 
 @KEY
@@ -61,11 +66,11 @@ def test_memory_then_disk_then_compiler(root: Path, builder: StubBuilder) -> Non
     first = get()
     assert get() is first
     cache.reset()
-    assert not cache.loaded("lightning_prefill", "sm_90a", StubConfig())
+    assert not cache.loaded(PREFILL, "sm_90a", StubConfig())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again = get()
-    assert cache.loaded("lightning_prefill", "sm_90a", StubConfig())
+    assert cache.loaded(PREFILL, "sm_90a", StubConfig())
     assert again is not first
     assert builder.builds == [("lightning_prefill", "sm_90a", StubConfig())]
     assert again.path.parent == root / "lightning_prefill-sm_90a"
@@ -110,10 +115,15 @@ def test_the_function_is_loaded_once_and_only_when_it_is_used(
 def test_each_part_of_the_key_has_an_entry_of_its_own(
     root: Path, builder: StubBuilder, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
-    where = {"operator": "lightning_prefill", "target": "sm_90a", "config": StubConfig()}
+    operator = OPERATORS["mtp_decode"]
+    where: dict[str, Any] = {"operator": operator, "target": "sm_90a", "config": StubConfig()}
     one = cache.get(**where)
     cache.reset()
-    changes = {"operator": "other", "target": "sm_100a", "config": StubConfig(1)}
+    changes = {
+        "operator": replace(operator, name="other"),
+        "target": "sm_100a",
+        "config": StubConfig(1),
+    }
     if part in changes:
         where[part] = changes[part]
     else:
@@ -141,22 +151,31 @@ def test_source_lines_have_an_entry_of_their_own(
 def test_the_sources_are_those_of_the_kernel_and_of_what_it_imports(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def digest(**files: str) -> str:
+    def digest(module: str, **files: str) -> str:
         for name, text in files.items():
             path = tmp_path / name.replace("__", "/")
             path = path.with_suffix(".py")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
+        importlib.invalidate_caches()
         cache._sources.cache_clear()
-        return cache._sources("prefill")
+        return cache._sources(module)
 
     monkeypatch.setattr(cache, "__file__", str(tmp_path / "host" / "cache.py"))
-    start = digest(kernels__prefill__sm90="a", device__tma="a", host__compile="a", ops__x="a")
-    assert digest(kernels__decode__sm90="b", ops__x="b", host__cache="b") == start
+    monkeypatch.syspath_prepend(tmp_path)
+    kernel, parts = "operators_of_a_test.prefill.sm90", "operators_of_a_test__prefill__"
+    shared = ("device__tma", "spec__tiling", "host__build", "schedulers__grid")
+    start = digest(kernel, **dict.fromkeys((f"{parts}sm90", *shared), "a"), ops__x="a")
+    other = {"operators_of_a_test__decode__sm90": "b", "host__cache": "b", "ops__x": "b"}
+    assert digest(kernel, **other) == start
     seen = {start}
-    for change in ("kernels__prefill__sm90", "device__tma", "host__compile", "schedulers__grid"):
-        seen.add(digest(**{change: "b"}))
-    assert len(seen) == 5
+    for change in (f"{parts}sm90", f"{parts}config", *shared):
+        seen.add(digest(kernel, **{change: "b"}))
+    assert len(seen) == 7
+    alone = "kernel_of_a_test"  # in no package, as kernels of tools are
+    first = digest(alone, kernel_of_a_test="a")
+    assert digest(alone, **{f"{parts}sm90": "c"}) == first
+    assert len({*seen, first, digest(alone, kernel_of_a_test="b")}) == 9
     cache._sources.cache_clear()
 
 
@@ -242,7 +261,7 @@ def test_an_interrupted_write_leaves_no_entry(
 ) -> None:
     broken = SimpleNamespace(object=b"o", ptx="p", cubin=None, symbol="s")
     with monkeypatch.context() as patch:
-        patch.setattr(compile, "build", lambda *arguments: broken)
+        patch.setattr(build, "build", lambda *arguments: broken)
         with pytest.raises(TypeError):
             get()
     assert linattn.compile_count() == 0
@@ -259,7 +278,7 @@ def test_a_failed_build_raises_and_the_next_call_tries_again(
         raise RuntimeError("no such instruction")
 
     with monkeypatch.context() as patch:
-        patch.setattr(compile, "build", fail)
+        patch.setattr(build, "build", fail)
         with pytest.raises(RuntimeError, match="no such instruction"):
             get()
     assert get().symbol == "stub_0"
@@ -303,14 +322,14 @@ def test_threads_on_a_cold_key_compile_it_once(root: Path, monkeypatch: pytest.M
     stub = StubBuilder()
     inside: list[int] = []
 
-    def slow(operator: str, target: str, config: Any) -> Any:
+    def slow(operator: Operator, target: str, config: Any) -> Any:
         inside.append(1)
         assert len(inside) == 1, "two compilations at once"
         time.sleep(0.05)
         inside.pop()
         return stub(operator, target, config)
 
-    monkeypatch.setattr(compile, "build", slow)
+    monkeypatch.setattr(build, "build", slow)
     found: list[cache.Loaded] = []
     threads = [
         threading.Thread(target=lambda n=n: found.append(get(StubConfig(n % 2)))) for n in range(8)
@@ -328,7 +347,9 @@ PROCESS = """
 import sys, time
 from pathlib import Path
 from stand_ins import StubBuilder, StubConfig
-from linattn.host import cache, compile
+from linattn.host import build as builder
+from linattn.host import cache
+from linattn.kernels.lightning_prefill.config import OPERATOR
 scratch, stub = Path(sys.argv[1]), StubBuilder()
 
 def build(*arguments):
@@ -337,10 +358,10 @@ def build(*arguments):
     time.sleep(0.5)
     return stub(*arguments)
 
-compile.build = build
+builder.build = build
 print("ready", flush=True)
 sys.stdin.readline()
-entry = cache.get("lightning_prefill", "sm_90a", StubConfig())
+entry = cache.get(OPERATOR, "sm_90a", StubConfig())
 assert (entry.path / "kernel.o").read_bytes().startswith(b"object of"), "incomplete entry"
 print(entry.path, flush=True)
 """
@@ -434,18 +455,21 @@ def test_ahead_of_time(
     assert compile.main(["--arch", arch, "--all"]) == 0
     told = capsys.readouterr()
     expected = [
-        (operator, arch, config)
-        for (operator, family), kernel in sorted(dispatch.TABLE.items())
+        (name, arch, config)
+        for name, operator in sorted(OPERATORS.items())
+        for family, kernel in operator.kernels.items()
         if family == arch.strip("a").replace("_", "")
         for config in kernel.configs
     ]
     assert expected
     assert builder.builds == expected
-    for operator, target, config in expected:
-        assert f"{operator} {target} {config.name()} " in told.out
-        assert list(root.glob(f"{operator}-{target}/{config.name()}-*/kernel.o"))
-    for operator, family in dispatch.MISSING:
-        named = f"left out: {operator}: got" in told.err
+    for name, target, config in expected:
+        assert f"{name} {target} {config.name()} " in told.out
+        assert list(root.glob(f"{name}-{target}/{config.name()}-*/kernel.o"))
+    missing = [(x, family) for x in OPERATORS.values() for family in x.missing]
+    assert missing
+    for operator, family in missing:
+        named = f"left out: {operator.name}: got" in told.err
         assert named == (family == "sm100" and arch == "sm_100a")
     assert compile.main(["--arch", arch, "--all"]) == 0
     assert len(builder.builds) == len(expected)

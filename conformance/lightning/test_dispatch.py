@@ -11,10 +11,12 @@ import torch
 from stand_ins import HostLauncher, ReferenceLauncher, StubBuilder
 
 import linattn
-from linattn.host import cache, compile, dispatch, launch
+from linattn.host import build, cache, launch, plan
 from linattn.host.arch import Arch
+from linattn.kernels import OPERATORS
 from linattn.kernels.lightning_prefill.config import CONFIGS, ONE_CTA_A_HEAD
-from linattn.ops import lightning
+from linattn.ops._face import FACES
+from linattn.spec.operator import Operator
 
 pytestmark = pytest.mark.dispatch
 
@@ -46,7 +48,7 @@ def test_hopper_gets_the_sm90_kernel() -> None:
         "sm90",
         "sm_90a",
     )
-    assert made.config in CONFIGS
+    assert made.config in CONFIGS["sm90"]
 
 
 @TABLE
@@ -279,7 +281,7 @@ class CachedLauncher(HostLauncher):
 
     captures = False
 
-    def function(self, operator: str, arch: Arch, config: Any) -> Callable[..., Any]:
+    def function(self, operator: Operator, arch: Arch, config: Any) -> Callable[..., Any]:
         return cache.get(operator, arch.target, config).function
 
     def capturing(self) -> bool:
@@ -290,7 +292,7 @@ class CachedLauncher(HostLauncher):
 def builder(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
     """A stub compiler behind an empty cache; its functions do nothing."""
     stub = StubBuilder()
-    monkeypatch.setattr(compile, "build", stub)
+    monkeypatch.setattr(build, "build", stub)
     monkeypatch.setattr(cache, "load_function", lambda path, symbol: lambda *arguments: None)
     monkeypatch.setattr(cache.env, "cache_dir", lambda: tmp_path)
     cache.reset()
@@ -331,10 +333,10 @@ def test_warm_up_touches_every_config_and_launches_it(builder: StubBuilder) -> N
         linattn.warm_up("lightning_attn_fwd")
         linattn.warm_up(linattn.lightning_attn_fwd, "cpu")
         call("cpu")
-    assert linattn.compile_count() == len(CONFIGS) == len(builder.builds)
+    assert linattn.compile_count() == len(CONFIGS["sm90"]) == len(builder.builds)
     with launch.use_launcher(HostLauncher()) as host:
         linattn.warm_up("lightning_attn_fwd")
-    assert len(host.launches) == len(CONFIGS)
+    assert len(host.launches) == len(CONFIGS["sm90"])
 
 
 @pytest.mark.claim("LA-D07", "a first call inside a capture raises and names warm_up")
@@ -359,7 +361,7 @@ def test_another_device_is_made_current_around_the_launch() -> None:
     events: list[str] = []
 
     class Guarding(HostLauncher):
-        def function(self, operator: str, arch: Arch, config: Any) -> Callable[..., Any]:
+        def function(self, operator: Operator, arch: Arch, config: Any) -> Callable[..., Any]:
             return lambda *arguments: events.append("launch")
 
         def guard(self, device: torch.device) -> Any:
@@ -375,7 +377,7 @@ def test_another_device_is_made_current_around_the_launch() -> None:
     with launch.use_launcher(Guarding()):
         call("cpu")
         linattn.warm_up("lightning_attn_fwd")
-    launches = 1 + len(CONFIGS)
+    launches = 1 + len(CONFIGS["sm90"])
     assert events == ["guard cpu", "enter", "launch", "exit"] * launches
 
 
@@ -392,19 +394,34 @@ def test_the_cuda_launcher_guards_other_devices_only(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.claim("LA-D09", "the memo of plans is bounded")
 def test_plans_are_forgotten_when_they_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "MAX_PLANS", 8)
+    """A few of each form, whose number is that of the sets of arguments: with states and without,
+    of other lengths, which one recipe plans, and other heads, which need one each."""
+    monkeypatch.setattr(plan, "RECENT", 3)
+    monkeypatch.setattr(plan, "RECIPES", 5)
+    states = torch.zeros(1, 64, D, D)
     with launch.use_launcher(HostLauncher()) as host:
-        for tokens in range(1, 30):
-            call("cpu", tokens=tokens)
-            assert len(host.plans) <= 8
-    assert len(host.launches) == 29
+        for size in range(1, 30):
+            for hv in (64, size):
+                call("cpu", tokens=size, h=1, hv=hv)
+                call("cpu", tokens=size, h=1, hv=hv, initial_state=states[:, :hv])
+            assert len(host.plans) == len(host.recipes) == 2
+            for form, recipes in host.recipes.items():
+                assert len(recipes) <= 5
+                assert all(len(recipe.plans) <= 3 for recipe in recipes)
+                assert any(host.plans[form] is one for x in recipes for one in x.plans.values())
+        assert [len(recipes) for recipes in host.recipes.values()] == [5, 5]
+        assert max(len(x.plans) for recipes in host.recipes.values() for x in recipes) == 3
+        call("cpu", tokens=1, h=1, hv=1)  # long forgotten
+    assert len(host.launches) == 4 * 29 + 1
+    assert host.launches[-1].values["HV"] == 1
 
 
 @TABLE
 def test_every_public_function_has_a_kernel_and_can_be_warmed() -> None:
-    for name, function in dispatch.FUNCTIONS.items():
-        assert getattr(linattn, name).__name__ == name
-        assert any(operator == function.operator for operator, _ in dispatch.TABLE)
+    for name, face in FACES.items():
+        assert getattr(linattn, name).__name__ == name == face.function.name
+        assert face.function.operator in OPERATORS.values()
+        assert face.function.operator.kernels
         with launch.use_launcher(HostLauncher()) as host:
             linattn.warm_up(name)
         assert host.launches
@@ -414,7 +431,12 @@ def test_every_public_function_has_a_kernel_and_can_be_warmed() -> None:
 def test_the_operator_and_the_configuration_agree_on_sizes() -> None:
     from linattn.kernels.lightning_prefill import config
 
-    assert (lightning.CHUNK, lightning.HEAD_DIM) == (config.CHUNK, config.HEAD_DIM)
+    for name in ("lightning_attn_fwd", "lightning_attn_fwd_varlen"):
+        face = FACES[name]
+        assert face.parameters["chunk_size"].default == config.CHUNK
+        assert {spec.dims[-1] for spec in face.tensors.values() if len(spec.dims) > 1} == {
+            config.HEAD_DIM
+        }
 
 
 @pytest.mark.claim("LA-D10", "a configuration that no kernel implements cannot be compiled")
@@ -433,8 +455,6 @@ def test_the_operator_and_the_configuration_agree_on_sizes() -> None:
     ids=str,
 )
 def test_impossible_configurations(change: dict[str, Any], message: str) -> None:
-    config = replace(ONE_CTA_A_HEAD, **change)
+    """There is none to be compiled."""
     with pytest.raises(ValueError, match=message):
-        config.validate()
-    with pytest.raises(ValueError, match=message):
-        compile.build("lightning_prefill", "sm_90a", config)
+        replace(ONE_CTA_A_HEAD, **change)

@@ -10,8 +10,8 @@ import torch
 from packed_cases import LENGTHS, RANDOM, Packed, alone, chunks, packed, skewed
 
 import linattn
-from linattn.host import dispatch, launch
-from linattn.host.dispatch import PERSISTENT_ROUNDS
+from linattn.host import launch
+from linattn.kernels.lightning_prefill.config import PERSISTENT_ROUNDS
 from linattn.reference import lightning_chunked, lightning_recurrent
 
 pytestmark = pytest.mark.sm90
@@ -24,11 +24,9 @@ SMALL = (10, 0, 64, 70)
 
 
 @pytest.fixture
-def one_processor(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def one_processor(device: torch.device, processors: Callable[[int], None]) -> None:
     """Plans for a GPU of one multiprocessor, so that a few units already are many."""
-    launcher = launch.current()
-    monkeypatch.setattr(launcher, "multiprocessors", lambda device: 1)
-    monkeypatch.setattr(launcher, "plans", {})
+    processors(1)
 
 
 @ALONE
@@ -100,22 +98,20 @@ def test_error_is_that_of_the_algorithm(
 
 @SAME
 @pytest.mark.bitwise
-@pytest.mark.parametrize("processors", [2, 3])
+@pytest.mark.parametrize("count", [2, 3])
 def test_few_ctas_share_unequal_sequences(
-    processors: int,
+    count: int,
     device: torch.device,
     assert_bitwise: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    processors: Callable[[int], None],
     affordable: Any,
 ) -> None:
     """Each CTA plans its share: what it takes, all of it once, and in whatever order."""
     lengths = (20, 200, 5, 64, 0, 70, 1, 0, 33, 64, 1, 2, 3, 90, 4, 5, 6, 7, 8)
     affordable(2 * sum(-(-length // 64) for length in lengths) // 2)
-    launcher = launch.current()
-    monkeypatch.setattr(launcher, "multiprocessors", lambda device: processors)
-    monkeypatch.setattr(launcher, "plans", {})
+    processors(count)
     inputs = packed(device, lengths, 1, 2)
-    assert 2 * len(lengths) > PERSISTENT_ROUNDS * processors
+    assert 2 * len(lengths) > PERSISTENT_ROUNDS * count
     assert_bitwise(inputs.run(), inputs.want(), "o pool")
 
 
@@ -160,7 +156,7 @@ def test_many_units(
     processors = launch.current().multiprocessors(device)
     plan = linattn.explain("lightning_attn_fwd_varlen", N=sequences, T=sum(lengths), H=heads)
     assert plan.grid == (processors, 1, 1)
-    assert sequences * heads > dispatch.PERSISTENT_ROUNDS * processors
+    assert sequences * heads > PERSISTENT_ROUNDS * processors
     assert_bitwise(inputs.run(), inputs.run(persistent=False), "o pool")
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from packed_cases import Packed, packed
 
-from linattn.host import launch
 from linattn.reference import lightning_chunked
 
 pytestmark = [pytest.mark.sm90, pytest.mark.bitwise, pytest.mark.usefixtures("watched")]
@@ -93,11 +92,9 @@ def test_initialisation(build: Build, device: torch.device, assert_bitwise: Any)
 
 
 @pytest.fixture
-def few_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_processors(processors: Callable[[int], None]) -> None:
     """One CTA takes all units of a persistent grid."""
-    launcher = launch.current()
-    monkeypatch.setattr(launcher, "multiprocessors", lambda device: 1)
-    monkeypatch.setattr(launcher, "plans", {})
+    processors(1)
 
 
 @pytest.mark.claim("LA-75", "synccheck finds no misuse of a barrier in packed prefill")

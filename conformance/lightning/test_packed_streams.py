@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from packed_cases import Packed, packed
 
 import linattn
-from linattn.host import cache, launch
+from linattn.host import cache
 
 pytestmark = pytest.mark.sm90
 
@@ -66,16 +67,14 @@ def problems(device: torch.device, count: int) -> list[Packed]:
 @pytest.mark.determinism
 @pytest.mark.parametrize("persistent", [True, False], ids=["persistent", "not persistent"])
 def test_two_streams(
-    persistent: bool, cuda: torch.device, monkeypatch: pytest.MonkeyPatch, assert_bitwise: Any
+    persistent: bool, cuda: torch.device, processors: Callable[[int], None], assert_bitwise: Any
 ) -> None:
     """Twenty launches on each of two streams; each starts from where the one before ended.
 
     Three multiprocessors are planned for, so that persistent launches are persistent and those of
     both streams fit side by side.
     """
-    launcher = launch.current()
-    monkeypatch.setattr(launcher, "multiprocessors", lambda device: 3)
-    monkeypatch.setattr(launcher, "plans", {})
+    processors(3)
     serial, concurrent = ([Held(p) for p in problems(cuda, 2)] for _ in range(2))
     for held in serial:
         for _ in range(20):

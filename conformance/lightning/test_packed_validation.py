@@ -11,8 +11,10 @@ import torch
 from stand_ins import CheckingLauncher, HostLauncher, ReferenceLauncher
 
 import linattn
-from linattn.host import dispatch, launch
+from linattn.host import launch
+from linattn.kernels.lightning_prefill.config import PERSISTENT_ROUNDS, PERSISTENT_TOKENS
 from linattn.reference import lightning_packed, lightning_recurrent
+from linattn.spec.operator import Operator
 
 pytestmark = pytest.mark.dispatch
 
@@ -149,13 +151,17 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     "indices no pool": (
         lambda: NO_POOL,
         ValueError,
-        "initial_state_indices: got a tensor, expected a state_pool with it",
+        "state_pool: got None, expected a tensor, because initial_state_indices is given",
     ),
-    "flags no pool": (lambda: ALONE, ValueError, "has_initial_state: .*a state_pool with it"),
+    "flags no pool": (
+        lambda: ALONE,
+        ValueError,
+        "state_pool: got None, expected a tensor, because has_initial_state is given",
+    ),
     "few slots": (
         lambda: {"state_pool": pool(2), "initial_state_indices": None},
         ValueError,
-        "state_pool: got P = 2 slots, expected at least N = 3 from cu_seqlens, or initial_state_i",
+        "state_pool: got P = 2 slots, expected at least N = 3 without initial_state_indices",
     ),
     "pool dtype": (lambda: {"state_pool": pool().double()}, TypeError, "state_pool: got torch.fl"),
     "pool heads": (lambda: {"state_pool": pool(heads=H)}, ValueError, "state_pool: .*HV = 4"),
@@ -275,18 +281,19 @@ def test_arguments_in_their_order(host: HostLauncher, integer: torch.dtype) -> N
     assert o is given["out"]
     assert states is given["state_pool"]
     made = host.launches[0]
-    for passed, name in zip(made, ("q", "k", "v", "out", "decay")):
-        assert passed.data_ptr() == given[name].data_ptr()
-    state = (states.data_ptr(), HV * D * D, D * D)
-    wide = int(integer is torch.int64)
-    addresses = [
-        given[name].data_ptr()
-        for name in ("cu_seqlens", "initial_state_indices", "has_initial_state")
-    ]
-    assert made[5:11] == (*state, *state)
-    assert made[11:16] == (addresses[0], wide, addresses[1], wide, addresses[2])
+    order = ("q", "k", "v", "out", "decay", "state_pool", "state_pool", "cu_seqlens")
+    order += ("initial_state_indices", "has_initial_state")
+    passed = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in made.arguments]
+    assert passed[:10] == [given[name].data_ptr() for name in order]
+    assert passed[11:] == [0.5]  # behind the layout
+    for access, name in zip(made.found.values(), order, strict=True):
+        own = given[name]
+        assert (access.shape, access.itemsize) == (own.shape, own.element_size())
+        for size, passed_on, stride in zip(own.shape, access.strides, own.stride()):
+            assert passed_on == stride or size == 1
     two_ctas = 2 * N * HV
-    assert made[16:] == (N, P, two_ctas, 0.5)
+    sizes = {"B": 1, "T": T, "H": H, "HV": HV, "N": N, "P": P, "ctas": two_ctas}
+    assert made.values == sizes | {"scale": 0.5}
 
 
 @PASSED
@@ -294,10 +301,11 @@ def test_absent_arguments_are_0(host: HostLauncher) -> None:
     _, states = call(**BARE, out=None)
     assert states.shape == (N, HV, D, D)
     made = host.launches[0]
-    assert made[5:8] == (0, 0, 0)
-    assert made[8:11] == (states.data_ptr(), HV * D * D, D * D)
-    assert made[13:16] == (0, 0, 0)
-    assert made[16:18] == (N, N)
+    assert made.arguments[5:7] == (0, states.data_ptr())
+    assert made.arguments[8:10] == (0, 0)
+    assert list(made.found) == ["q", "k", "v", "o", "decay", "final_state", "cu_seqlens"]
+    assert made.found["final_state"].strides == (HV * D * D, D * D, D, 1)
+    assert (made.values["N"], made.values["P"]) == (N, N)
 
 
 @PASSED
@@ -306,8 +314,10 @@ def test_strided_pools_are_passed_by_their_strides(host: HostLauncher) -> None:
     strided = memory[:, 1 : HV + 1, 4:].unflatten(-1, (D, D))
     _, states = call(state_pool=strided)
     assert states is strided
-    state = (strided.data_ptr(), (HV + 3) * (D * D + 4), D * D + 4)
-    assert host.launches[0][5:11] == (*state, *state)
+    for name in ("initial_state", "final_state"):
+        passed = host.launches[0].found[name]
+        assert passed.address == strided.data_ptr()
+        assert passed.strides == ((HV + 3) * (D * D + 4), D * D + 4, D, 1)
 
 
 @PASSED
@@ -315,7 +325,7 @@ def test_odd_strides_without_tokens_do_not_matter(host: HostLauncher) -> None:
     odd = torch.zeros(2000, dtype=torch.bfloat16).as_strided((1, 0, HV, D), (7, 5, 3, 2))
     empty = torch.zeros(1, 0, H, D, dtype=torch.bfloat16)
     call(q=empty, k=empty, v=odd, out=None)
-    assert host.launches[0][2].stride() == (HV * D, HV * D, D, 1)
+    assert all(stride > 0 and stride % 8 == 0 for stride in host.launches[0].strides("v"))
 
 
 @PASSED
@@ -429,7 +439,7 @@ def test_grids(
         T=tokens,
         H=heads,
     )
-    assert (dispatch.PERSISTENT_ROUNDS, dispatch.PERSISTENT_TOKENS) == (12, 1024)
+    assert (PERSISTENT_ROUNDS, PERSISTENT_TOKENS) == (12, 1024)
     assert (plan.config.rows, plan.grid) == (rows, (ctas, 1, 1))
     assert f"as {ctas} CTAs" in plan.reason
 
@@ -441,7 +451,7 @@ def test_explain_is_what_a_call_does(host: HostLauncher) -> None:
         plan = linattn.explain(
             *("lightning_attn_fwd_varlen",), persistent=persistent, N=N, T=T, H=H, HV=HV
         )
-        assert host.launches[-1][18] == plan.grid[0]
+        assert host.launches[-1].values["ctas"] == plan.grid[0]
 
 
 @PLANNED
@@ -454,8 +464,10 @@ def test_explain_of_empty_batches() -> None:
     assert "N == 0" in of(N=0, T=0, H=4).reason
     with pytest.raises(TypeError, match="B: got a size that is none of its own"):
         of(B=1, N=1, T=1, H=1)
-    with pytest.raises(TypeError, match="persistent: got 1"):
-        linattn.explain("lightning_attn_fwd_varlen", arch="sm90", persistent=1, N=1, T=1, H=1)
+    with pytest.raises(TypeError, match=r"persistent: got 2 \(int\), expected True or False"):
+        of(persistent=2, N=1, T=1, H=1)
+    with pytest.raises(TypeError, match="persistent: got a size that is none of its own"):
+        linattn.explain("lightning_attn_fwd", arch="sm90", persistent=True, B=1, T=1, H=1)
     with pytest.raises(ValueError, match=r"N \* HV: got"):
         of(N=2**26, T=1, H=64)
 
@@ -478,7 +490,7 @@ def test_another_device_is_made_current_around_the_launch() -> None:
     events: list[str] = []
 
     class Guarding(HostLauncher):
-        def function(self, operator: str, arch: Any, config: Any) -> Callable[..., Any]:
+        def function(self, operator: Operator, arch: Any, config: Any) -> Callable[..., Any]:
             return lambda *arguments: events.append("launch")
 
         def guard(self, device: torch.device) -> Any:

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from linattn.host import cache, dispatch
+from linattn.host import cache
 from linattn.host.arch import Arch
+from linattn.kernels.lightning_prefill.config import OPERATOR
 
 pytestmark = pytest.mark.codegen
 
 SHIPPED = [
-    pytest.param(operator, family, config, id=f"{config.name()}-{family}")
-    for (operator, family), kernel in dispatch.TABLE.items()
-    if operator == "lightning_prefill"
+    pytest.param(family, config, id=f"{config.name()}-{family}")
+    for family, kernel in OPERATOR.kernels.items()
     for config in kernel.configs
 ]
 TARGETS = {"sm90": "sm_90a"}
@@ -24,12 +24,12 @@ HGMMA = 24
 
 
 @pytest.fixture
-def entry(operator: str, family: str, config: Any) -> cache.Loaded:
-    return cache.get(operator, TARGETS[family], config)
+def entry(family: str, config: Any) -> cache.Loaded:
+    return cache.get(OPERATOR, TARGETS[family], config)
 
 
 @pytest.mark.claim("LA-20", "machine code has no stack, no local memory and no spill")
-@pytest.mark.parametrize(("operator", "family", "config"), SHIPPED)
+@pytest.mark.parametrize(("family", "config"), SHIPPED)
 def test_no_local_memory(entry: cache.Loaded, config: Any, codegen: Any, measured: Any) -> None:
     (facts,) = codegen.cubin_facts(entry.cubin(), config.name())
     codegen.assert_no_local_memory(facts)
@@ -37,13 +37,13 @@ def test_no_local_memory(entry: cache.Loaded, config: Any, codegen: Any, measure
 
 
 @pytest.mark.claim("LA-21", "tensor-core instructions are those of the data sheet")
-@pytest.mark.parametrize(("operator", "family", "config"), SHIPPED)
+@pytest.mark.parametrize(("family", "config"), SHIPPED)
 def test_tensor_core_count(entry: cache.Loaded, codegen: Any) -> None:
     codegen.assert_tensor_core_count(codegen.cubin_facts(entry.cubin()), HGMMA, "HGMMA")
 
 
 @pytest.mark.claim("LA-22", "ptxas has no advisory and no warning")
-@pytest.mark.parametrize(("operator", "family", "config"), SHIPPED)
+@pytest.mark.parametrize(("family", "config"), SHIPPED)
 def test_no_advisories(entry: cache.Loaded, config: Any, codegen: Any) -> None:
     """C75xx would mean serialised WGMMA or ignored register targets."""
     codegen.assert_no_advisories(entry.ptx())
@@ -52,7 +52,7 @@ def test_no_advisories(entry: cache.Loaded, config: Any, codegen: Any) -> None:
 
 
 @pytest.mark.claim("LA-23", "no approximate instruction lies on a path to an output")
-@pytest.mark.parametrize(("operator", "family", "config"), SHIPPED)
+@pytest.mark.parametrize(("family", "config"), SHIPPED)
 def test_no_approximations(entry: cache.Loaded, codegen: Any) -> None:
     opcodes = codegen.ptx_opcodes(entry.ptx())
     assert opcodes.total() > 100
@@ -60,7 +60,7 @@ def test_no_approximations(entry: cache.Loaded, codegen: Any) -> None:
 
 
 @pytest.mark.claim("LA-25", "a launch waits for the one before; the next begins behind short units")
-@pytest.mark.parametrize(("operator", "family", "config"), SHIPPED)
+@pytest.mark.parametrize(("family", "config"), SHIPPED)
 def test_order_of_launches(entry: cache.Loaded, codegen: Any) -> None:
     """Memory is not touched before the wait. The next launch, which waits in its turn, may begin
     behind the last product of a CTA whose last unit is short."""
@@ -81,7 +81,7 @@ def test_order_of_launches(entry: cache.Loaded, codegen: Any) -> None:
 
 
 @pytest.mark.claim("LA-26", "final states are written as 16 bytes a lane, and nothing narrower")
-@pytest.mark.parametrize(("operator", "family", "config"), SHIPPED)
+@pytest.mark.parametrize(("family", "config"), SHIPPED)
 def test_stores_of_states(entry: cache.Loaded, codegen: Any) -> None:
     """64 registers a thread; outputs leave by TMA."""
     opcodes = codegen.ptx_opcodes(entry.ptx())
@@ -90,14 +90,13 @@ def test_stores_of_states(entry: cache.Loaded, codegen: Any) -> None:
 
 
 @pytest.mark.claim("LA-24", "a build is a function of the sources: two builds give one cubin")
-@pytest.mark.parametrize(("operator", "family", "config"), SHIPPED)
-def test_reproducible_build(operator: str, family: str, config: Any, entry: cache.Loaded) -> None:
-    from linattn.host.compile import build
+@pytest.mark.parametrize(("family", "config"), SHIPPED)
+def test_reproducible_build(family: str, config: Any, entry: cache.Loaded) -> None:
+    from linattn.host.build import build
 
-    assert build(operator, TARGETS[family], config).cubin == entry.cubin()
+    assert build(OPERATOR, TARGETS[family], config).cubin == entry.cubin()
 
 
 def test_every_family_has_a_target() -> None:
-    assert {Arch.parse(target).families[0] for target in TARGETS.values()} == {
-        family for operator, family in dispatch.TABLE if operator == "lightning_prefill"
-    }
+    families = {Arch.parse(target).families[0] for target in TARGETS.values()}
+    assert families == set(OPERATOR.kernels)

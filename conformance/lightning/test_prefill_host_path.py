@@ -12,6 +12,7 @@ from prefill_cases import Problem, problem
 import linattn
 from linattn.host import launch
 from linattn.host.arch import Arch
+from linattn.spec.operator import Operator
 
 pytestmark = pytest.mark.claim("LA-12", "the host path waits for nothing")
 
@@ -23,7 +24,7 @@ def run(inputs: Problem, **keywords: Any) -> tuple[torch.Tensor, Any]:
 class Reading:
     """Mixed into a launcher: reads the decay before each launch, as a careless host would."""
 
-    def function(self, operator: str, arch: Arch, config: Any) -> Callable[..., Any]:
+    def function(self, operator: Operator, arch: Arch, config: Any) -> Callable[..., Any]:
         compiled = super().function(operator, arch, config)  # type: ignore[misc]
 
         def read_then_launch(*arguments: Any) -> None:

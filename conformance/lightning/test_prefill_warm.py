@@ -107,7 +107,7 @@ def test_the_launchs_own_error_is_not_lost(host: CheckingLauncher) -> None:
         raise RuntimeError("the launch failed")
 
     for plan in host.plans.values():
-        plan.function = broken
+        plan.run = broken
     host.function = lambda operator, arch, config: broken  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="the launch failed"):
         linattn.lightning_attn_fwd(*inputs.arguments)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stand_ins import HostLauncher
+from stand_ins import HostLauncher, tensor_of
 
 import linattn
 from linattn.host import launch, validate
-from linattn.host.signature import LIGHTNING_PREFILL
+from linattn.kernels.lightning_prefill.config import SIGNATURE
 
 pytestmark = pytest.mark.dispatch
 
@@ -224,7 +224,7 @@ def test_a_legal_call_excuses_no_later_one(
     changed = arguments(**{name: change(arguments()[name])})
     if name == "decay" and change is other_strides:
         linattn.lightning_attn_fwd(**changed)  # slopes may have any stride
-        assert host.launches[1][4].stride() == (2,)
+        assert host.launches[1].found["decay"].strides == (2,)
         return
     with pytest.raises(error, match=message):
         linattn.lightning_attn_fwd(**changed)
@@ -252,7 +252,7 @@ def test_grad_is_refused_only_in_grad_mode_and_slopes_may_be_parameters(host: Ho
     slopes = torch.nn.Parameter(torch.zeros(HV))
     o, _ = linattn.lightning_attn_fwd(**arguments(decay=slopes, out=None))
     assert not o.requires_grad
-    assert not host.launches[0][4].requires_grad
+    assert not host.launches[0].arguments[4].requires_grad
     with torch.no_grad():
         linattn.lightning_attn_fwd(**arguments(q=heads().requires_grad_()))
     assert len(host.launches) == 2
@@ -279,7 +279,7 @@ def test_scale_is_any_finite_number(host: HostLauncher, scale: Any) -> None:
     if scale == "numpy":
         scale = pytest.importorskip("numpy").float32(0.125)
     linattn.lightning_attn_fwd(**arguments(scale=scale))
-    passed = host.launches[0][-1]
+    passed = host.launches[0].values["scale"]
     assert type(passed) is float
     assert passed == float(scale)
 
@@ -302,9 +302,11 @@ def test_slices_of_a_fused_buffer_arrive_unchanged(host: HostLauncher) -> None:
     fused = torch.zeros(B, T, H + H + HV + HV, D, dtype=torch.bfloat16)
     q, k, v, out = fused.split([H, H, HV, HV], dim=2)
     linattn.lightning_attn_fwd(**arguments(q=q, k=k, v=v, out=out))
-    for passed, own in zip(host.launches[0], (q, k, v, out)):
-        assert passed.data_ptr() == own.data_ptr()
-        assert passed.stride() == own.stride()
+    for name, own in zip("qkvo", (q, k, v, out)):
+        passed = host.launches[0].found[name]
+        assert passed.address == own.data_ptr()
+        assert passed.shape == own.shape
+        assert passed.strides == own.stride()
 
 
 @VIEWS
@@ -318,10 +320,11 @@ def test_odd_strides_of_size_1_dimensions_do_not_matter(
     given = {name: odd(heads(1, batch=1).normal_()) for name in ("q", "k", "v", "out")}
     o, _ = linattn.lightning_attn_fwd(**given, decay=torch.zeros(1))
     assert o is given["out"]
-    for passed, own in zip(host.launches[0], given.values()):
-        assert all(stride % 8 == 0 for stride in passed.stride()[:-1])
-        assert passed.data_ptr() == own.data_ptr()
-        assert torch.equal(passed, own)
+    for name, own in zip("qkvo", given.values()):
+        passed = host.launches[0].found[name]
+        assert all(stride % 8 == 0 and stride < 2**39 for stride in passed.strides[:-1])
+        assert passed.address == own.data_ptr()
+        assert torch.equal(tensor_of(passed), own)
 
 
 @VIEWS
@@ -330,16 +333,19 @@ def test_states_are_passed_by_address_and_free_strides(host: HostLauncher) -> No
     initial = pool[:, 1 : HV + 1, 4:].unflatten(-1, (D, D))
     _, final = linattn.lightning_attn_fwd(**arguments(initial_state=initial))
     assert final is not None
-    states = host.launches[0][5:11]
-    assert states[:3] == (initial.data_ptr(), (HV + 3) * (D * D + 4), D * D + 4)
-    assert states[3:] == (final.data_ptr(), HV * D * D, D * D)
+    addresses, found = host.launches[0].arguments[5:7], host.launches[0].found
+    assert addresses == (initial.data_ptr(), final.data_ptr())
+    assert found["initial_state"].address == initial.data_ptr()
+    assert found["initial_state"].strides == ((HV + 3) * (D * D + 4), D * D + 4, D, 1)
+    assert found["final_state"].address == final.data_ptr()
+    assert found["final_state"].strides == (HV * D * D, D * D, D, 1)
 
 
 @VIEWS
 def test_absent_states_are_address_0(host: HostLauncher) -> None:
     linattn.lightning_attn_fwd(**arguments(initial_state=None, output_final_state=False))
-    assert host.launches[0][5] == 0
-    assert host.launches[0][8] == 0
+    assert host.launches[0].arguments[5:7] == (0, 0)
+    assert not {"initial_state", "final_state"} & set(host.launches[0].found)
 
 
 @OVERLAP
@@ -436,7 +442,7 @@ def test_no_accepted_output_writes_an_element_twice(dims: list[tuple[int, int]])
     shape, strides = zip(*dims)
     tensor = torch.zeros(512).as_strided(shape, strides)
     try:
-        validate.writes_once(LIGHTNING_PREFILL["o"], tensor)
+        validate.writes_once(SIGNATURE["o"], tensor)
     except ValueError:
         return
     assert len(addresses(tensor)) == tensor.numel()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+
+from linattn.host import launch
 
 EMULATED_STEPS = 64
 """State steps, that is states times tokens, that one emulated test may take."""
@@ -20,3 +22,18 @@ def affordable(device: torch.device) -> Callable[[int], None]:
             pytest.skip(f"{steps} state steps are too many to emulate (limit {EMULATED_STEPS})")
 
     return check
+
+
+@pytest.fixture
+def plan_anew() -> Iterator[Callable[[], None]]:
+    """``plan_anew()``: no call is planned as an earlier one was, and none behind the test as one in
+    it."""
+    launchers = []
+
+    def forget() -> None:
+        launchers.append(launch.current())
+        launchers[-1].forget()
+
+    yield forget
+    for launcher in launchers:
+        launcher.forget()

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from linattn.host.arch import Arch
 from linattn.host.launch import Launcher
-from linattn.host.signature import SIGNATURES, Access
+from linattn.host.validate import dtype
 from linattn.reference.speculative import lightning_decode, lightning_verify
+from linattn.spec.operator import Operator
+from linattn.spec.signature import Access, Call
 
 Found = dict[str, torch.Tensor]
 
@@ -23,8 +27,8 @@ class ModelLauncher(Launcher):
         super().__init__()
         self.launches: list[str] = []
 
-    def accepts(self, name: str, tensor: torch.Tensor) -> None:
-        pass
+    def expects(self, device: torch.device) -> str:
+        return ""
 
     def default_device(self) -> torch.device:
         return torch.device("cpu")
@@ -32,27 +36,43 @@ class ModelLauncher(Launcher):
     def arch(self, device: torch.device) -> Arch:
         return Arch(9, 0)
 
-    def function(self, operator: str, arch: Arch, config: Any) -> Callable[..., Any]:
-        signature = SIGNATURES[operator]
-        run = {"mtp_decode": _decode, "kvbuffer_verify": _verify, "state_update": _update}[operator]
+    def function(self, operator: Operator, arch: Arch, config: Any) -> Callable[..., Any]:
+        runs = {"mtp_decode": _decode, "kvbuffer_verify": _verify, "state_update": _update}
 
         def launch(*arguments: Any) -> None:
-            self.launches.append(operator)
-            found = {x.spec.name: tensor_of(x) for x in signature.accesses(arguments)}
-            run(found, arguments)
+            self.launches.append(operator.name)
+            call = operator.signature.call(arguments)
+            found = {x.spec.name: tensor_of(x) for x in call.accesses}
+            runs[operator.name](found, call)
 
         return launch
 
 
+@contextmanager
+def python_calls() -> Iterator[list[str]]:
+    """Functions of linattn that the block enters: host time in names, on any machine."""
+    calls: list[str] = []
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_globals["__name__"].startswith("linattn."):
+            calls.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+
+
 def tensor_of(access: Access) -> torch.Tensor:
     """The tensor that a kernel finds at an address."""
-    dtype = access.spec.element.torch
+    element = dtype(access.spec.element.torch)
     if access.itemsize != access.spec.element.itemsize:
-        dtype = torch.int64
+        element = torch.int64
     steps = zip(access.shape, access.strides)
     count = 1 + sum((size - 1) * stride for size, stride in steps)
     memory = (ctypes.c_uint8 * (count * access.itemsize)).from_address(access.address)
-    return torch.frombuffer(memory, dtype=dtype).as_strided(access.shape, access.strides)
+    return torch.frombuffer(memory, dtype=element).as_strided(access.shape, access.strides)
 
 
 def _requests(found: Found, batch: int) -> tuple[list[int], list[int]]:
@@ -62,22 +82,21 @@ def _requests(found: Found, batch: int) -> tuple[list[int], list[int]]:
     return live, [slots[b] for b in live]
 
 
-def _decode(found: Found, arguments: tuple[Any, ...]) -> None:
+def _decode(found: Found, call: Call) -> None:
     live, slots = _requests(found, len(found["q"]))
     q, k, v = (found[name][live] for name in "qkv")
-    o, states = lightning_decode(q, k, v, found["decay"], arguments[-1], found["state_pool"][slots])
+    o, states = lightning_decode(
+        q, k, v, found["decay"], call.values["scale"], found["state_pool"][slots]
+    )
     found["o"].zero_()
     found["o"][live] = o
-    layout = SIGNATURES["mtp_decode"]
-    words = sum(len(spec.layout(None)) for spec in layout.tensors if spec.in_layout)
-    flags = (ctypes.c_int64 * (words + len(layout.sizes) + 1)).from_address(arguments[-2])
-    if flags[-1]:
+    if call.values["update_state"]:
         found["state_pool"][slots] = states[:, -1]
     if "intermediate_states" in found:
         found["intermediate_states"][live] = states
 
 
-def _update(found: Found, arguments: tuple[Any, ...]) -> None:
+def _update(found: Found, call: Call) -> None:
     accepted, pool = found["accepted_len"].tolist(), found["state_pool"]
     live, slots = _requests(found, len(accepted))
     for b, slot in zip(live, slots):
@@ -88,12 +107,12 @@ def _update(found: Found, arguments: tuple[Any, ...]) -> None:
             pool[slot] = states[0, -1]
 
 
-def _verify(found: Found, arguments: tuple[Any, ...]) -> None:
+def _verify(found: Found, call: Call) -> None:
     if "accepted_len" in found:
-        _update(found, arguments)
+        _update(found, call)
     live, slots = _requests(found, len(found["q"]))
     q, k, v = (found[name][live] for name in "qkv")
-    o = lightning_verify(q, k, v, found["decay"], arguments[-1], found["state_pool"][slots])
+    o = lightning_verify(q, k, v, found["decay"], call.values["scale"], found["state_pool"][slots])
     found["o"].zero_()
     found["o"][live] = o
     if "k_buffer" in found:

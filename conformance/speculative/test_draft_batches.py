@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from draft_calls import BY_REQUEST, BY_SLOT, OPERATORS, run, strided, tensors_of
 
-from linattn.host import dispatch, launch
+from linattn.host import launch, plan
+from linattn.spec import tiling
 
 pytestmark = [
     pytest.mark.claim("SD-45", "requests beyond a grid's 65,535 are served like the others"),
@@ -27,6 +29,7 @@ def test_several_launches(
     batch: int,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
+    plan_anew: Callable[[], None],
     poison: Any,
     assert_bitwise: Any,
 ) -> None:
@@ -48,8 +51,9 @@ def test_several_launches(
         function = ready(*arguments)
         return lambda *given: launches.append(given) or function(*given)
 
-    monkeypatch.setattr(dispatch, "GRID_MAX", 2)
-    monkeypatch.setattr(launcher, "plans", {})
+    for module in (tiling, plan):
+        monkeypatch.setattr(module, "GRID_MAX", 2)
+    plan_anew()
     monkeypatch.setattr(launcher, "ready", counted)
     run(name, views)
     assert len(launches) == -(-batch // 2)

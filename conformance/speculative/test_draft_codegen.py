@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 
-from linattn.device.tiling import EARLY_CTAS
-from linattn.host import cache, dispatch
+from linattn.host import cache
+from linattn.kernels import OPERATORS
+from linattn.spec.tiling import EARLY_CTAS
 
 pytestmark = pytest.mark.codegen
 
 TARGETS = {"sm90": ("sm_90a",), "sm100": ("sm_100a", "sm_103a")}
 SHIPPED = [
-    pytest.param(operator, target, config, id=f"{config.name()}-{target}")
-    for (operator, family), kernel in dispatch.TABLE.items()
-    if operator != "lightning_prefill"
+    pytest.param(name, target, config, id=f"{config.name()}-{target}")
+    for name, operator in OPERATORS.items()
+    if name != "lightning_prefill"
+    for family, kernel in operator.kernels.items()
     for target in TARGETS[family]
     for config in kernel.configs
 ]
@@ -33,7 +35,7 @@ GLOBAL = r"\b(?:ld|st|atom|red)\.(?!(?:\w+\.)*(?:param|shared))|\bcp\."
 
 @pytest.fixture
 def entry(operator: str, target: str, config: Any) -> cache.Loaded:
-    return cache.get(operator, target, config)
+    return cache.get(OPERATORS[operator], target, config)
 
 
 @pytest.mark.claim("SD-20", "draft kernels have no stack, no local memory and no spill")
@@ -142,6 +144,6 @@ def union_of(ptx: str, register: str) -> int:
     ("operator", "target", "config"), [row for row in SHIPPED if "sm_103a" not in row.id]
 )
 def test_reproducible_build(operator: str, target: str, config: Any, entry: cache.Loaded) -> None:
-    from linattn.host.compile import build
+    from linattn.host.build import build
 
-    assert build(operator, target, config).cubin == entry.cubin()
+    assert build(OPERATORS[operator], target, config).cubin == entry.cubin()

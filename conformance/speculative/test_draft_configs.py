@@ -11,28 +11,32 @@ import torch
 from draft_cases import Case, build
 
 import linattn
-from linattn.host import dispatch, launch
+from linattn.kernels import OPERATORS
 from linattn.kernels.mtp_decode.config import MtpConfig
 from linattn.reference.speculative import lightning_decode, lightning_verify
 
 ROWS = [
     pytest.param(
-        family, operator, config, id=config.name(), marks=getattr(pytest.mark, family)
+        family, name, config, id=config.name(), marks=getattr(pytest.mark, family)
     )
-    for (operator, family), kernel in dispatch.TABLE.items()
-    if operator != "lightning_prefill"
+    for name, operator in OPERATORS.items()
+    if name != "lightning_prefill"
+    for family, kernel in operator.kernels.items()
     for config in kernel.configs
 ]  # fmt: skip
 
 
 @pytest.fixture
-def use(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, Any], None]:
+def use(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, plan_anew: Callable[[], None]
+) -> Callable[[str, str, Any], None]:
     """``use(family, operator, config)``: every call of the operator gets that configuration."""
 
     def only(family: str, operator: str, config: Any) -> None:
-        kernel = replace(dispatch.TABLE[operator, family], choose=lambda shapes, _: config)
-        monkeypatch.setitem(dispatch.TABLE, (operator, family), kernel)
-        monkeypatch.setattr(launch.current(), "plans", {})
+        kernels: Any = OPERATORS[operator].kernels
+        kernel = replace(kernels[family], choose=lambda sizes, _: config)
+        monkeypatch.setitem(kernels, family, kernel)
+        plan_anew()
 
     return only
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import linattn
 from linattn.host import launch
-from linattn.ops import speculative
+from linattn.ops._face import FACES
 
 pytestmark = pytest.mark.dispatch
 
@@ -133,8 +133,8 @@ def test_eager_calls_bypass_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> N
     def refuse(*arguments: Any) -> None:
         raise AssertionError("the dispatcher was entered")
 
-    for name in ("_decode", "_verify", "_update"):
-        monkeypatch.setattr(speculative, name, refuse)
+    for name in ("la_decode", "la_decode_mtp", "la_verify_kvbuffer", "la_state_update_kvbuffer"):
+        monkeypatch.setitem(FACES[name].ops, "default", refuse)
     x = inputs()
     x["decay"] = torch.nn.Parameter(x["decay"])
     step(x, held())

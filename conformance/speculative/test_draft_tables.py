@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 import linattn
-from linattn.device.tiling import EARLY_CTAS
-from linattn.host import dispatch
+from linattn.kernels import OPERATORS
 from linattn.kernels.kvbuffer_verify.config import KvbufferVerifyConfig
 from linattn.kernels.mtp_decode.config import MtpConfig
 from linattn.kernels.state_update.config import StateUpdateConfig
+from linattn.spec.tiling import EARLY_CTAS
 
 pytestmark = pytest.mark.dispatch
 
@@ -94,11 +94,16 @@ def test_rows_left_out(kind: Any, numbers: tuple[int, ...], message: str) -> Non
 @ROWS
 def test_shipped_configurations_fit() -> None:
     """Each has a name of its own, and as many CTAs as it asks for fit an SM's shared memory."""
-    for (operator, family), kernel in dispatch.TABLE.items():
-        if operator == "lightning_prefill":
-            continue
+    kernels = {
+        (name, family): kernel
+        for name, operator in OPERATORS.items()
+        if name != "lightning_prefill"
+        for family, kernel in operator.kernels.items()
+    }
+    assert len(kernels) == 6
+    for which, kernel in kernels.items():
         names = [config.name() for config in kernel.configs]
-        assert len(set(names)) == len(names) <= 12, (operator, family)
+        assert len(set(names)) == len(names) <= 12, which
         for config in kernel.configs:
             assert config.ctas_per_sm() >= 1
             assert config.ctas_per_sm() * (config.smem_bytes() + 1024) <= 228 * 1024
@@ -150,5 +155,5 @@ def test_verify_and_commit() -> None:
         for count in (0, 9):
             with pytest.raises(ValueError, match=f"T: got {count}, expected 1 to 8"):
                 linattn.explain(name, arch="sm90", B=1, T=count, H=1)
-    with pytest.raises(ValueError, match="commit: got 2, expected 0 or 1"):
+    with pytest.raises(TypeError, match=r"commit: got 2 \(int\), expected True or False"):
         linattn.explain("la_verify_kvbuffer", arch="sm90", B=1, T=1, H=1, commit=2)

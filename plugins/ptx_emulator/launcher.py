@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from linattn.errors import value_error
 from linattn.host import cache
 from linattn.host.arch import Arch
 from linattn.host.launch import H200_MULTIPROCESSORS, Launcher
-from linattn.host.signature import SIGNATURES, Signature
+from linattn.spec.operator import Operator
+from linattn.spec.signature import Signature
 from ptx_emulator.errors import CHECKS
 from ptx_emulator.launch import EmulatedFunction, Options, Result, load
 from ptx_emulator.memory import Buffer
@@ -35,7 +35,7 @@ _functions: dict[str, EmulatedFunction] = {}
 _lock = threading.Lock()
 
 
-def emulated_function(operator: str, target: str, config: Any) -> EmulatedFunction:
+def emulated_function(operator: Operator, target: str, config: Any) -> EmulatedFunction:
     """The cached object of one configuration, loaded into the emulator once for this process."""
     found = cache.get(operator, target, config)
     name = str(found.path)
@@ -67,9 +67,8 @@ class EmulatedLauncher(Launcher):
         self.options = Options(checks=frozenset(checks), seed=seed, holes=True, **options)
         self.results: list[Result] = []
 
-    def accepts(self, name: str, tensor: torch.Tensor) -> None:
-        if tensor.device.type != "cpu":
-            raise value_error(name, f"a tensor on {tensor.device}", "a CPU tensor (emulated)")
+    def expects(self, device: torch.device) -> str:
+        return "" if device.type == "cpu" else "a CPU tensor (emulated)"
 
     def default_device(self) -> torch.device:
         return torch.device("cpu")
@@ -80,13 +79,12 @@ class EmulatedLauncher(Launcher):
     def multiprocessors(self, device: torch.device) -> int:
         return self._multiprocessors
 
-    def function(self, operator: str, arch: Arch, config: Any) -> Callable[..., Any]:
+    def function(self, operator: Operator, arch: Arch, config: Any) -> Callable[..., Any]:
         """A callable with the arguments of the compiled function."""
         emulated = emulated_function(operator, arch.target, config)
-        signature = SIGNATURES[operator]
 
         def call(*arguments: Any) -> None:
-            buffers = signature_buffers(signature, arguments)
+            buffers = signature_buffers(operator.signature, arguments)
             self.results.append(emulated.call(arguments, buffers, self.options))
 
         return call
@@ -104,5 +102,5 @@ def signature_buffers(signature: Signature, arguments: Sequence[Any]) -> list[Bu
             readonly=not access.spec.output,
             initialized=not access.spec.output or access.spec.updated,
         )
-        for access in signature.accesses(arguments)
+        for access in signature.call(arguments).accesses
     ]

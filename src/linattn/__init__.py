@@ -8,9 +8,10 @@ from linattn.errors import CacheWarning, UnsupportedArchitecture
 from linattn.host.arch import Arch
 from linattn.host.cache import compile_count
 from linattn.host.checked import checked
-from linattn.host.dispatch import Plan, explain
+from linattn.host.dispatch import Plan
 from linattn.kernels.mtp_decode.config import MtpConfig
 from linattn.ops import (
+    explain,
     get_mtp_config,
     la_decode,
     la_decode_mtp,

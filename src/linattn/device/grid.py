@@ -7,7 +7,7 @@ one, which waits for this one alone, is ordered after all of them.
 
 from cutlass import Int64, cute
 
-from linattn.device.tiling import EARLY_CTAS
+from linattn.spec.tiling import EARLY_CTAS
 
 
 @cute.jit

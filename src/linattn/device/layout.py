@@ -1,32 +1,31 @@
 """The layout block: strides, sizes and flags that the host half of a kernel reads before a launch.
 
-``host/signature.py`` says what it holds and why it exists.
+``spec/signature.py`` says what it holds and why it exists.
 """
 
 from cutlass import Int32, Int64, cute
 
 from linattn.device.compat import AddressSpace
+from linattn.spec.signature import Signature
 
 
 class Layout:
-    """Reads the block at a host address front to back; used while ``__call__`` is traced."""
+    """Reads the block at a host address by name; used while ``__call__`` is traced."""
 
-    def __init__(self, address: Int64, words: int):
+    def __init__(self, signature: Signature, address: Int64):
+        self.signature = signature
         pointer = cute.make_ptr(Int64, address, AddressSpace.generic, assumed_align=8)
-        self.block = cute.make_tensor(pointer, cute.make_layout(words))
-        self.words = words
-        self.position = 0
+        self.block = cute.make_tensor(pointer, cute.make_layout(signature.words))
 
-    def wide(self, count: int) -> tuple:
-        """The next integers, as they are."""
-        start, self.position = self.position, self.position + count
-        return tuple(self.block[i] for i in range(start, self.position))
+    def strides(self, name: str) -> tuple:
+        """Strides of a tensor in elements (of an index vector in 32-bit words), 64-bit."""
+        dims = self.signature[name].strided
+        return tuple(self.block[self.signature.at_stride(name, dim)] for dim in dims)
 
-    def narrow(self, count: int) -> tuple:
-        """The next integers, as 32-bit ones."""
-        return tuple(Int32(word) for word in self.wide(count))
+    def wide(self, name: str) -> Int64:
+        """1 where the elements of a vector are 64-bit, else 0."""
+        return self.block[self.signature.at_wide(name)]
 
-    def end(self) -> None:
-        """Refuse to trace a kernel that reads another number of integers than the block has."""
-        if self.position != self.words:
-            raise ValueError(f"layout: got {self.position} integers read, expected {self.words}")
+    def size(self, name: str) -> Int32:
+        """A size or a flag."""
+        return Int32(self.block[self.signature.at(name)])

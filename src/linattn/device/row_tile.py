@@ -11,7 +11,7 @@ import cutlass
 from cutlass import Float32, Int64, cute
 
 from linattn.device import memory, ptx, recurrence
-from linattn.device.tiling import HEAD_DIM
+from linattn.spec.tiling import HEAD_DIM
 
 LANES = 8
 """Lanes that share a row."""

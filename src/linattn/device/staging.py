@@ -9,7 +9,7 @@ import cutlass
 from cutlass import BFloat16, Float32, Int32, cute
 
 from linattn.device import memory, ptx
-from linattn.device.tiling import MAX_TOKENS
+from linattn.spec.tiling import MAX_TOKENS
 
 PIECE = 4
 

@@ -1,9 +1,10 @@
 """Tensor Memory Accelerator: views of strided tensors as tiles, and their partitions."""
 
 import cutlass
-from cutlass import Int64, cute
+from cutlass import BFloat16, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
+from linattn.device import memory
 from linattn.device.compat import AddressSpace
 
 
@@ -18,21 +19,21 @@ def tile_atom(op, tensor: cute.Tensor, modes: tuple, smem_tile, tiler: tuple):
 
 
 @cute.jit
-def describable(tensor: cute.Tensor, spare: Int64) -> cute.Tensor:
-    """``tensor`` [B, T, H, D], or where T is 0 a row at the address ``spare`` that stands in.
+def rows(address: Int64, shape: tuple, strides: tuple, spare: Int64) -> cute.Tensor:
+    """BF16 tensor [B, T, H, D] at ``address``, or where T is 0 a row at ``spare`` that stands in.
+
+    ``strides`` are those of the first three dimensions. They are multiples of 16 bytes, as is the
+    address.
 
     A descriptor has neither an extent of 0 nor an address of 0, which is that of an empty tensor.
     The row is never named, because no sequence has a token then.
     """
-    batch, tokens, heads, width = tensor.shape
-    address = tensor.iterator.toint()
+    batch, tokens, heads, width = shape
     if tokens == 0:
         address = spare
-    pointer = cute.make_ptr(
-        tensor.element_type, address, AddressSpace.gmem, assumed_align=tensor.iterator.alignment
-    )
+    strides = tuple(cute.assume(x, divby=16 // (BFloat16.width // 8)) for x in strides)
     shape = (batch, cutlass.max(tokens, 1), heads, width)
-    return cute.make_tensor(pointer, cute.make_layout(shape, stride=tensor.stride))
+    return memory.halves(address, 0, cute.make_layout(shape, stride=(*strides, 1)))
 
 
 def ragged_store_atom(op, tensor: cute.Tensor, smem_tile, tiler: tuple):

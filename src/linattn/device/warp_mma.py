@@ -16,7 +16,7 @@ Exceptions: a state below 2^-110 loses bits that no result keeps, an infinite on
 from cutlass import Float32, Int32, Int64, cute
 
 from linattn.device import memory, ptx
-from linattn.device.tiling import HEAD_DIM
+from linattn.spec.tiling import HEAD_DIM
 
 ROWS = 16
 """Rows of the state that a warp owns."""

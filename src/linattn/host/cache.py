@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -30,6 +31,9 @@ from typing import Any
 
 from linattn import env
 from linattn.errors import CacheWarning
+from linattn.host import build, dispatch
+from linattn.host.arch import Arch
+from linattn.spec.operator import Operator
 
 FORMAT = 1
 """Layout of an entry; raised when its files or their meaning change."""
@@ -44,7 +48,7 @@ _TOOLCHAIN = (
     "nvidia-cutlass-dsl-libs-cu13",
     "apache-tvm-ffi",
 )
-_SHARED_SOURCES = ("device", "schedulers", "host/dtypes.py", "host/signature.py", "host/compile.py")
+_SHARED_SOURCES = ("device", "schedulers", "spec", "host/build.py")
 _INSTRUCTION_SETS = ("sse", "ssse", "avx", "amx", "fma", "bmi", "f16c", "lzcnt", "abm", "movbe")
 
 
@@ -133,14 +137,19 @@ def load_function(path: Path, symbol: str) -> Callable[..., Any]:
 
 
 @cache
-def _sources(operator: str) -> str:
-    root = Path(__file__).resolve().parents[1]
+def _sources(module: str) -> str:
+    """Digest of the package that holds a kernel's module (of the file alone, where none does), and
+    of what kernels import from here."""
+    found = importlib.util.find_spec(module)
+    if found is None or found.origin is None:
+        raise ModuleNotFoundError(f"{module}: there is no such kernel module", name=module)
+    origin = Path(found.origin)
     digest = hashlib.sha256()
-    for name in (f"kernels/{operator}", *_SHARED_SOURCES):
-        place = root / name
+    root = Path(__file__).resolve().parents[1]
+    for place in (origin.parent if "." in module else origin, *(root / x for x in _SHARED_SOURCES)):
         for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
-            if path.is_file():
-                digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+            name = path.relative_to(place.parent)
+            digest.update(str(name).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 
@@ -169,14 +178,14 @@ def _host() -> str:
     return f"{platform.machine()} {hashlib.sha256(' '.join(sorted(flags)).encode()).hexdigest()}"
 
 
-def key(operator: str, target: str, config: Any) -> CacheKey:
+def key(operator: Operator, target: str, config: Any) -> CacheKey:
     """Key of one configuration of ``operator``, compiled for ``target`` (such as ``sm_90a``)."""
     return CacheKey(
-        operator=operator,
+        operator=operator.name,
         target=target,
         config=repr(config),
         config_name=config.name(),
-        sources=_sources(operator),
+        sources=_sources(dispatch.kernel_of(operator, Arch.parse(target)).module),
         toolchain=_toolchain() + (", line info" if env.line_info() else ""),
         host=_host(),
     )
@@ -193,12 +202,12 @@ _key_locks: dict[_Touch, threading.Lock] = {}
 _build_lock = threading.Lock()
 
 
-def get(operator: str, target: str, config: Any) -> Loaded:
+def get(operator: Operator, target: str, config: Any) -> Loaded:
     """The compiled configuration: from memory, from disk, or compiled.
 
     Concurrent calls for one configuration compile it once, over threads and over processes.
     """
-    touch = (operator, target, config)
+    touch = (operator.name, target, config)
     found = _memory.get(touch)
     if found is not None:
         return found
@@ -207,14 +216,14 @@ def get(operator: str, target: str, config: Any) -> Loaded:
     with lock:
         found = _memory.get(touch)
         if found is None:
-            found = _fetch(key(operator, target, config), config)
+            found = _fetch(operator, key(operator, target, config), config)
             _memory[touch] = found
     return found
 
 
-def loaded(operator: str, target: str, config: Any) -> bool:
+def loaded(operator: Operator, target: str, config: Any) -> bool:
     """Whether the configuration is in memory, so that ``get`` neither reads a file nor compiles."""
-    return (operator, target, config) in _memory
+    return (operator.name, target, config) in _memory
 
 
 def compile_count() -> int:
@@ -233,7 +242,7 @@ def reset() -> None:
 # Disk
 
 
-def _fetch(cache_key: CacheKey, config: Any) -> Loaded:
+def _fetch(operator: Operator, cache_key: CacheKey, config: Any) -> Loaded:
     root = env.cache_dir()
     path = root / cache_key.folder
     found = _read(cache_key, path)
@@ -252,7 +261,7 @@ def _fetch(cache_key: CacheKey, config: Any) -> Loaded:
             if found is not None:
                 return found
             _move_aside(path)
-        artifact = _build(cache_key, config)
+        artifact = _build(operator, cache_key.target, config)
         if problem is None:
             try:
                 return _write(cache_key, artifact, path)
@@ -297,7 +306,7 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _write(cache_key: CacheKey, artifact: Any, path: Path) -> Loaded:
+def _write(cache_key: CacheKey, artifact: build.Artifact, path: Path) -> Loaded:
     """Write an entry beside its place and rename it there; the caller holds the lock."""
     files = {OBJECT: artifact.object, PTX: artifact.ptx.encode(), CUBIN: artifact.cubin}
     meta = {
@@ -325,7 +334,9 @@ def _private_root() -> Path:
     return root
 
 
-def _write_privately(cache_key: CacheKey, artifact: Any, root: Path, error: OSError) -> Loaded:
+def _write_privately(
+    cache_key: CacheKey, artifact: build.Artifact, root: Path, error: OSError
+) -> Loaded:
     """Serve this process from a folder of its own when the cache cannot be written."""
     warnings.warn(
         f"kernel cache {root} cannot be written ({error}); this process compiles for itself. "
@@ -339,8 +350,6 @@ def _write_privately(cache_key: CacheKey, artifact: Any, root: Path, error: OSEr
     return _write(cache_key, artifact, path)
 
 
-def _build(cache_key: CacheKey, config: Any) -> Any:
-    from linattn.host.compile import build
-
+def _build(operator: Operator, target: str, config: Any) -> build.Artifact:
     with _build_lock:  # the DSL's compiler is not thread-safe
-        return build(cache_key.operator, cache_key.target, config)
+        return build.build(operator, target, config)

@@ -9,7 +9,7 @@ that is once for each new combination of shapes, and its answer is kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from linattn import env
 from linattn.errors import value_error
 from linattn.host.launch import Launcher
+from linattn.spec.operator import Function
 
 PADDING = -1
 """The index outside a pool that checked mode takes for intended."""
@@ -56,17 +57,35 @@ def checked() -> Iterator[None]:
         consult()
 
 
-def readable(public: str, launcher: Launcher) -> None:
-    """Refuse to check inside a graph capture.
+def contents(
+    function: Function,
+    launcher: Launcher,
+    tensors: Mapping[str, torch.Tensor],
+    sizes: Mapping[str, int],
+) -> None:
+    """Read what the tensors of a call hold.
 
     Raises:
         RuntimeError: a graph is being captured.
+        ValueError: see ``checked``.
     """
     if launcher.capturing():
         raise RuntimeError(
-            f"{public}: checked mode reads device values, which is impossible inside a graph "
-            "capture; capture outside linattn.checked() and without LINATTN_CHECKED"
+            f"{function.name}: checked mode reads device values, which is impossible inside a "
+            "graph capture; capture outside linattn.checked() and without LINATTN_CHECKED"
         )
+    for spec in function.signature.tensors:
+        tensor = tensors.get(spec.name)
+        if tensor is None:
+            continue
+        if spec.holds == "slopes":
+            slopes(spec.label, tensor)
+        elif spec.holds == "offsets":
+            offsets(spec.label, tensor, sizes["T"])
+        elif spec.holds == "slots":
+            indices(spec.label, tensor, sizes["P"])
+        elif spec.holds == "lengths":
+            lengths(spec.label, tensor, sizes["T_max"])
 
 
 def slopes(name: str, decay: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Recognising a call whose tensors look like those of an earlier one, cheaply.
+"""Telling calls apart, cheaply: who watches them, and whether their tensors look like earlier ones.
 
 Looking up eight tensors by shape, stride, dtype and device costs Python several microseconds, which
 is most of what a decode step may take on the host. torch has a compiled check for the same purpose,
@@ -13,19 +13,77 @@ from itertools import compress
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+from torch.nn import Parameter
+
+# ---------------------------------------------------------------------------------------------
+# Who watches
+
+_modes: Any = torch._C._len_torch_dispatch_stack  # untyped
+_mode: Any = torch._C._get_dispatch_mode
+_RECORDING: Any = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
+_tracing: Any = torch._C._is_tracing
+_transforms: Any = torch._C._functorch.maybe_current_level
+_included: Any = torch._C._dispatch_tls_is_dispatch_key_included
+
+
+def eager() -> bool:
+    """Whether a call may run without the dispatcher, because nobody records or derives it.
+
+    A graph recorded from the direct path would hold the allocations of the results and not what
+    fills them; under the mode of fake tensors those have no memory. A mode of somebody's own that
+    watches sees the allocations. The rest of the question is ``plain``, which warm calls need not
+    ask.
+    """
+    return not (
+        is_compiling()
+        or forward_ad._current_level >= 0
+        or (_modes() and any(_mode(key) is not None for key in _RECORDING))
+    )
+
+
+def plain(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether every tensor is an ordinary one, or a parameter, and nobody traces, so that torch's
+    dispatcher can be left out.
+
+    ``torch.jit.trace``, a pre-dispatch recorder and a transform of ``torch.func`` change the
+    thread's dispatch keys, which ``Matches`` compares.
+    """
+    if _tracing() or _transforms() is not None or _included(torch._C.DispatchKey.PreDispatch):
+        return False
+    return all(type(x) is torch.Tensor or type(x) is Parameter for x in tensors)
+
+
+# ---------------------------------------------------------------------------------------------
+# Whether tensors look alike
 
 Matches = Callable[..., bool]
 """Takes the tensors of a call and says whether they are as those of the guard were."""
 
+Dims = list[list["int | None"]]
+"""A size or a stride for each dimension of each tensor; None where any will do."""
 
-def properties(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """What a plan depends on, as a dictionary key; and which arguments are one tensor object,
-    because a matcher depends on that."""
-    described = [
-        (type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_neg())
-        for x in tensors
-    ]
-    return (*_first_places(tensors), *described)
+
+def matcher(
+    tensors: Sequence[torch.Tensor], sizes: Dims | None = None, strides: Dims | None = None
+) -> Matches:
+    """A check that later tensors have the type, shape, strides, dtype, device, requires_grad and
+    negation (of views such as the imaginary part of a conjugate) of these, and meet the dispatch
+    keys that the thread now includes. It may refuse more than that (tensors made in inference mode,
+    another set of arguments that are one object), never less.
+
+    Args:
+        tensors: what to compare with.
+        sizes, strides: with None for what may differ; by default nothing may.
+    """
+    build = _trusted or _compiled() or _plain
+    if len(set(map(id, tensors))) == len(tensors):
+        return build(tensors, sizes, strides)
+    return _repeating(build, tensors, sizes, strides)
+
+
+_Build = Callable[["Sequence[torch.Tensor]", "Dims | None", "Dims | None"], Matches]
 
 
 def _first_places(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -34,28 +92,18 @@ def _first_places(tensors: Sequence[torch.Tensor]) -> list[int]:
     return list(map(objects.index, objects))
 
 
-def matcher(tensors: Sequence[torch.Tensor]) -> Matches:
-    """A check that later tensors have the type, shape, strides, dtype, device, requires_grad and
-    negation (of views such as the imaginary part of a conjugate) of these, and meet the dispatch
-    keys that the thread now includes. It may refuse more than that (tensors made in inference mode,
-    another set of arguments that are one object), never less."""
-    build = _compiled()
-    if build is None:
-        return _plain(tensors)
-    firsts = _first_places(tensors)
-    kept = [place == first for place, first in enumerate(firsts)]
-    return build(tensors) if all(kept) else _repeating(build, tensors, firsts, kept)
-
-
 def _repeating(
-    build: Callable[[Sequence[torch.Tensor]], Matches],
+    build: _Build,
     tensors: Sequence[torch.Tensor],
-    firsts: Sequence[int],
-    kept: Sequence[bool],
+    sizes: Dims | None,
+    strides: Dims | None,
 ) -> Matches:
     """For arguments of which some are one object: torch's check refuses to see an object twice, so
     it is shown the first of each, and the others are compared with that by identity."""
-    check = build(list(compress(tensors, kept)))
+    firsts = _first_places(tensors)
+    kept = [place == first for place, first in enumerate(firsts)]
+    shown = (None if dims is None else list(compress(dims, kept)) for dims in (sizes, strides))
+    check = build(list(compress(tensors, kept)), *shown)
     repeated = [(place, first) for place, first in enumerate(firsts) if place != first]
 
     def matches(*others: torch.Tensor) -> bool:
@@ -67,24 +115,42 @@ def _repeating(
     return matches
 
 
-def _plain(tensors: Sequence[torch.Tensor]) -> Matches:
-    expected, keys = properties(tensors), _keys()
+def _plain(tensors: Sequence[torch.Tensor], sizes: Dims | None, strides: Dims | None) -> Matches:
+    """The check in Python."""
+    expected, keys = list(map(_properties, tensors)), _keys()
+    fixed_sizes = [list(x.shape) for x in tensors] if sizes is None else sizes
+    fixed_strides = [list(x.stride()) for x in tensors] if strides is None else strides
 
     def matches(*others: torch.Tensor) -> bool:
         try:
-            return _keys() == keys and properties(others) == expected
+            return (
+                _keys() == keys
+                and len(others) == len(expected)
+                and list(map(_properties, others)) == expected
+                and _first_places(others) == list(range(len(others)))
+                and all(map(_fits, others, fixed_sizes, fixed_strides))
+            )
         except (AttributeError, RuntimeError):  # no tensor, or one without strides
             return False
 
     return matches
 
 
+def _properties(x: torch.Tensor) -> tuple[Any, ...]:
+    return type(x), x.dim(), x.dtype, x.device, x.requires_grad, x.is_neg()
+
+
+def _fits(x: torch.Tensor, sizes: Sequence[int | None], strides: Sequence[int | None]) -> bool:
+    pairs = (*zip(x.shape, sizes), *zip(x.stride(), strides))
+    return all(wanted is None or got == wanted for got, wanted in pairs)
+
+
 _keys: Any = torch._C._dispatch_tls_local_include_set  # untyped
 
-_trusted: Callable[[Sequence[torch.Tensor]], Matches] | None = None
+_trusted: _Build | None = None
 
 
-def _compiled() -> Callable[[Sequence[torch.Tensor]], Matches] | None:
+def _compiled() -> _Build | None:
     """torch's check, where it is there and tells apart what it must.
 
     Only a success is kept: under a mode that replaces tensors, such as fake ones, the check fails.
@@ -93,11 +159,13 @@ def _compiled() -> Callable[[Sequence[torch.Tensor]], Matches] | None:
     if _trusted is not None:
         return _trusted
     try:
-        from torch._C._dynamo.guards import TensorGuards
+        from torch._C._dynamo import guards
 
-        def build(tensors: Sequence[torch.Tensor]) -> Matches:
-            guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-            check: Matches = guards.check
+        def build(
+            tensors: Sequence[torch.Tensor], sizes: Dims | None, strides: Dims | None
+        ) -> Matches:
+            free: Any = {"dynamic_dims_sizes": sizes, "dynamic_dims_strides": strides}
+            check: Matches = guards.TensorGuards(*tensors, **free).check
             return check
 
         if _tells_apart(build):
@@ -107,20 +175,18 @@ def _compiled() -> Callable[[Sequence[torch.Tensor]], Matches] | None:
     return _trusted
 
 
-def _tells_apart(build: Callable[[Sequence[torch.Tensor]], Matches]) -> bool:
-    """Whether a check accepts a tensor like its own, and nothing that differs in one property."""
+def _tells_apart(build: _Build) -> bool:
+    """Whether a check accepts a tensor like its own, and nothing that differs in one property; and
+    one with free dimensions what differs in those alone."""
 
     def view(
         shape: tuple[int, ...] = (2, 1, 2), strides: tuple[int, ...] = (4, 4, 2), **options: Any
     ) -> torch.Tensor:
-        return torch.zeros(8, **options).as_strided(shape, strides)
+        return torch.zeros(16, **options).as_strided(shape, strides)
 
     pairs = torch.zeros(2, 1, 2, dtype=torch.complex64)
-    refused = (
-        view((2, 1, 1)),
+    others = (
         view((2, 1, 2, 1), (4, 4, 2, 1)),
-        view(strides=(4, 4, 1)),
-        view(strides=(4, 3, 2)),  # which differs where no element is reached
         view(dtype=torch.float64),
         view(device="meta"),
         view().requires_grad_(),
@@ -128,5 +194,18 @@ def _tells_apart(build: Callable[[Sequence[torch.Tensor]], Matches]) -> bool:
         pairs.conj().imag,
         None,
     )
-    check = build([pairs.imag])
-    return check(view()) and not any(check(other) for other in refused)
+    fixed = (
+        view((2, 1, 1)),
+        view(strides=(4, 4, 1)),
+        view(strides=(4, 3, 2)),  # which differs where no element is reached
+    )
+    free = (view((2, 3, 2), (4, 1, 2)), view((2, 1, 2), (1, 4, 2)))
+    bound = (view((2, 1, 1)), view((1, 1, 2)), view(strides=(4, 4, 1)))
+    check = build([pairs.imag], None, None)
+    loose = build([pairs.imag], [[2, None, 2]], [[None, None, 2]])
+    return (
+        check(view())
+        and not any(check(other) for other in (*others, *fixed))
+        and all(loose(other) for other in (view(), *free))
+        and not any(loose(other) for other in (*others, *bound))
+    )

@@ -1,5 +1,8 @@
 """The one seam between a plan and the GPU.
 
+A plan is a list of launches: one, mostly; several for more requests than one grid takes, or where
+an operator has several kernels.
+
 Operators ask the current launcher which tensors it takes, which architecture a device has and
 which function runs a configuration. The emulator, the meta-tensor audits and injected
 architectures each are a launcher; nothing else replaces the GPU.
@@ -11,37 +14,78 @@ are running operators meanwhile see the replacement too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from linattn.errors import value_error
-from linattn.host import cache
+from linattn.host import cache, workspace
 from linattn.host.arch import Arch, ArchLike, device_arch
+from linattn.spec.operator import Operator
 
 H200_MULTIPROCESSORS = 132
 """Assumed where there is no device to ask."""
 
-MAX_PLANS = 4096
-"""Plans that a launcher remembers before it starts afresh; a plan is about a kilobyte, and some
-tens of kilobytes where its calls come from many addresses."""
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a call.
+
+    Attributes:
+        function: the compiled function.
+        layout: its layout block.
+        arguments: for each of its tensors the number of the call's argument, and the bytes by which
+            an address moves; ``WORKSPACE`` counts from the start of the call's workspace.
+    """
+
+    function: Callable[..., Any]
+    layout: array[int]
+    arguments: tuple[tuple[int, int], ...]
+
+
+WORKSPACE = -1
+"""Number of the argument that is no tensor of the caller's."""
+
+
+class Launches:
+    """Several launches, one behind the other, called with the arguments of a compiled function."""
+
+    def __init__(self, launches: Sequence[Launch], device: torch.device, workspace: int) -> None:
+        self.launches, self.device, self.workspace = tuple(launches), device, workspace
+        self._layouts = [launch.layout.buffer_info()[0] for launch in launches]
+
+    def __call__(self, *arguments: Any) -> None:
+        block = workspace.take(self.device, self.workspace) if self.workspace else None
+        start = 0 if block is None else block.data_ptr()
+        scalars = arguments[len(self.launches[0].arguments) + 1 :]
+        for launch, layout_at in zip(self.launches, self._layouts):
+            # By address 0, of what is absent or has no memory, nothing can be moved.
+            places = [
+                start + by
+                if number == WORKSPACE
+                else (arguments[number] + by if by and arguments[number] else arguments[number])
+                for number, by in launch.arguments
+            ]
+            launch.function(*places, layout_at, *scalars)
 
 
 class Launcher:
     """Base of every launcher. Subclasses override what their device does differently.
 
     Attributes:
-        plans: memo of validated calls, by a key that covers everything validation depends on.
+        plans: the latest plan of each form of a call (``host/plan.py``).
+        recipes: what can plan calls of that form.
     """
 
     def __init__(self) -> None:
-        self.plans: dict[Any, Any] = {}
+        self.plans: dict[int, Any] = {}
+        self.recipes: dict[int, tuple[Any, ...]] = {}
 
-    def accepts(self, name: str, tensor: torch.Tensor) -> None:
-        """Raise ``ValueError`` unless this launcher can pass ``tensor``, argument ``name``."""
+    def expects(self, device: torch.device) -> str:
+        """What this launcher takes instead of a tensor on ``device``; "" where it takes that."""
         raise NotImplementedError
 
     def default_device(self) -> torch.device:
@@ -56,7 +100,7 @@ class Launcher:
         """Multiprocessors of ``device``: how many CTAs a persistent grid has."""
         return H200_MULTIPROCESSORS
 
-    def function(self, operator: str, arch: Arch, config: Any) -> Callable[..., Any]:
+    def function(self, operator: Operator, arch: Arch, config: Any) -> Callable[..., Any]:
         """Compiled function of one configuration, loaded and ready to be called."""
         raise NotImplementedError
 
@@ -68,13 +112,12 @@ class Launcher:
         """Context that makes ``device`` current, or None where it is so already."""
         return None
 
-    def remember(self, key: Any, plan: Any) -> None:
-        """Store a plan; the memo is emptied when it is full, which costs one validation a key."""
-        if len(self.plans) >= MAX_PLANS:
-            self.plans.clear()
-        self.plans[key] = plan
+    def forget(self) -> None:
+        """Drop every plan and recipe."""
+        self.plans.clear()
+        self.recipes.clear()
 
-    def ready(self, operator: str, arch: Arch, config: Any, public: str) -> Callable[..., Any]:
+    def ready(self, operator: Operator, arch: Arch, config: Any, public: str) -> Callable[..., Any]:
         """``function``, refused inside a capture when the configuration is not loaded yet.
 
         Raises:
@@ -95,9 +138,8 @@ class CudaLauncher(Launcher):
         super().__init__()
         self._devices = 0
 
-    def accepts(self, name: str, tensor: torch.Tensor) -> None:
-        if tensor.device.type != "cuda":
-            raise value_error(name, f"a tensor on {tensor.device}", "a tensor on a CUDA device")
+    def expects(self, device: torch.device) -> str:
+        return "" if device.type == "cuda" else "a tensor on a CUDA device"
 
     def default_device(self) -> torch.device:
         if not torch.cuda.is_available():
@@ -110,7 +152,7 @@ class CudaLauncher(Launcher):
     def multiprocessors(self, device: torch.device) -> int:
         return torch.cuda.get_device_properties(device).multi_processor_count
 
-    def function(self, operator: str, arch: Arch, config: Any) -> Callable[..., Any]:
+    def function(self, operator: Operator, arch: Arch, config: Any) -> Callable[..., Any]:
         return cache.get(operator, arch.target, config).function
 
     def capturing(self) -> bool:
@@ -125,7 +167,7 @@ class CudaLauncher(Launcher):
 
 
 @dataclass(frozen=True)
-class Launch:
+class Recorded:
     """A launch that ``MetaLauncher`` recorded instead of making."""
 
     operator: str
@@ -144,11 +186,10 @@ class MetaLauncher(Launcher):
     def __init__(self, arch: ArchLike) -> None:
         super().__init__()
         self._arch = Arch.parse(arch)
-        self.launches: list[Launch] = []
+        self.launches: list[Recorded] = []
 
-    def accepts(self, name: str, tensor: torch.Tensor) -> None:
-        if tensor.device.type != "meta":
-            raise value_error(name, f"a tensor on {tensor.device}", "a tensor on the meta device")
+    def expects(self, device: torch.device) -> str:
+        return "" if device.type == "meta" else "a tensor on the meta device"
 
     def default_device(self) -> torch.device:
         return torch.device("meta")
@@ -156,9 +197,9 @@ class MetaLauncher(Launcher):
     def arch(self, device: torch.device) -> Arch:
         return self._arch
 
-    def function(self, operator: str, arch: Arch, config: Any) -> Callable[..., Any]:
+    def function(self, operator: Operator, arch: Arch, config: Any) -> Callable[..., Any]:
         def record(*arguments: Any) -> None:
-            self.launches.append(Launch(operator, arch, config, arguments))
+            self.launches.append(Recorded(operator.name, arch, config, arguments))
 
         return record
 

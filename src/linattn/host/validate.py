@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from linattn.errors import type_error, value_error
-from linattn.host.signature import Kind, Signature, TensorSpec, symbol
+from linattn.spec.operator import Function
+from linattn.spec.signature import Measured, Signature, TensorSpec, span_of, symbol
 
 Tensors = Mapping[str, "torch.Tensor | None"]
 
@@ -23,41 +24,53 @@ SEARCH_LIMIT = 4096
 """Nodes that ``disjoint`` visits before it gives up and reports a possible overlap."""
 
 
+class Problem(NamedTuple):
+    """What the tensors of a call say.
+
+    Attributes:
+        sizes: by symbol, those that tensors bind.
+        measured: tensors that are there, by their name in the signature, with strides by the
+            dimensions of the compiled function.
+    """
+
+    sizes: dict[str, int]
+    measured: dict[str, Measured]
+
+
 def check(
-    signature: Signature,
+    function: Function,
     tensors: Tensors,
-    accepts: Callable[[str, torch.Tensor], None],
-    layout: bool = True,
-) -> dict[str, int]:
-    """Check types, shapes, devices and layouts; return the sizes bound to the symbols.
+    expects: Callable[[torch.device], str] | None = None,
+) -> Problem:
+    """Check types, shapes, devices and layouts, and the function's own rules.
 
     Args:
-        signature: what is expected. Its tensors that ``tensors`` does not name are not checked.
-        tensors: the caller's tensors by name in the signature; None where absent.
-        accepts: refuses a tensor that the current launcher cannot take.
-        layout: also check strides. False while tracing, where strides may still change.
+        function: what is expected.
+        tensors: the caller's tensors by name in its signature; None or missing where absent.
+        expects: what the current launcher takes instead of a tensor on a device, ``""`` where it
+            takes that. None while tracing, where any device will do and strides may still change.
 
     Raises:
         TypeError: not a tensor, or another dtype.
-        ValueError: another shape, device or stride, or a negative view.
+        ValueError: another shape, device or stride, a negative view, an output whose elements share
+            memory, or a broken rule.
     """
+    signature = function.signature
+    _needs(function, tensors)
     sizes: dict[str, int] = {}
     owner: dict[str, str] = {}
     present: list[tuple[TensorSpec, torch.Tensor]] = []
     for spec in signature.tensors:
-        if spec.name not in tensors:
+        tensor = tensors.get(spec.name)
+        if tensor is None and (spec.optional or spec.name not in tensors):
             continue
-        tensor = tensors[spec.name]
-        if tensor is None and spec.optional:
-            continue
-        if not isinstance(tensor, torch.Tensor):
-            expected = f"a tensor {signature.shape_text(spec)}"
-            raise type_error(spec.label, type(tensor).__name__, expected)
-        present.append((spec, tensor))
+        present.append((spec, strided(spec.label, signature.shape_text(spec), tensor)))
     for spec, tensor in present:
-        accepts(spec.label, tensor)
+        expected = "" if expects is None else expects(tensor.device)
+        if expected:
+            raise value_error(spec.label, f"a tensor on {tensor.device}", expected)
     for spec, tensor in present:
-        taken = [element.torch for element in spec.elements]
+        taken = [dtype(element.torch) for element in spec.elements]
         if tensor.dtype not in taken:
             raise type_error(spec.label, tensor.dtype, " or ".join(str(one) for one in taken))
     for spec, tensor in present:
@@ -71,10 +84,68 @@ def check(
                 f"a tensor on {tensor.device}",
                 f"the device of {first.label}, {head.device}",
             )
-        if layout and 0 not in tensor.shape:
+        if expects is not None and 0 not in tensor.shape:
             resolved(spec, tensor)
             _strides(spec, tensor)
-    return sizes
+    _limits(function, tensors, sizes, owner)
+    measured = {}
+    for spec, tensor in present if expects is not None else ():
+        if spec.output:
+            writes_once(spec, tensor)
+        measured[spec.name] = _measure(spec, function.operator.signature[spec.name], tensor)
+    return Problem(sizes, measured)
+
+
+_LONGEST_STRIDE = 1 << 32
+"""Elements. A TMA descriptor holds a stride in 40 bits, and as a multiple of 16 bytes."""
+
+
+def _measure(spec: TensorSpec, compiled: TensorSpec, tensor: torch.Tensor) -> Measured:
+    """Strides of a tensor that has been checked, by the names that the compiled function has."""
+    shape, free = tensor.shape, len(spec.free)
+    kept = {
+        dim: stride
+        for dim, size, stride in zip(spec.named_as(compiled)[:free], shape, tensor.stride())
+        if (size > 1 and 0 not in shape)
+        or (stride % spec.stride_divisor == 0 and stride < _LONGEST_STRIDE)
+    }
+    return Measured(kept, tensor.element_size(), span(tensor))
+
+
+def dtype(name: str) -> torch.dtype:
+    """The dtype of that name."""
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def _needs(function: Function, tensors: Tensors) -> None:
+    """Check which optional arguments are there."""
+    given = {
+        spec.label for spec in function.signature.tensors if tensors.get(spec.name) is not None
+    }
+    for one, other in function.needs:
+        if one in given and other not in given:
+            raise value_error(other, "None", f"a tensor, because {one} is given")
+
+
+def _limits(
+    function: Function, tensors: Tensors, sizes: Mapping[str, int], owner: Mapping[str, str]
+) -> None:
+    """Check numbers of tokens and slots."""
+    signature = function.signature
+    for name, least, most, unit in signature.bounds:
+        if not least <= sizes.get(name, least) <= most:
+            raise value_error(owner[name], f"{name} = {sizes[name]}", f"{least} to {most} {unit}")
+    for name, other in signature.at_most:
+        if name in sizes and other in sizes and sizes[name] > sizes[other]:
+            expected = f"at most {other} = {sizes[other]} from {owner[other]}"
+            raise value_error(owner[name], f"{name} = {sizes[name]}", expected)
+    if function.slots is not None and "P" in sizes:
+        argument, count = function.slots
+        slots = next(spec for spec in signature.tensors if spec.label == argument)
+        if tensors.get(slots.name) is None and sizes["P"] < sizes[count]:
+            expected = f"at least {count} = {sizes[count]} without {argument}"
+            raise value_error(owner["P"], f"P = {sizes['P']} slots", expected)
 
 
 def _bind(
@@ -145,33 +216,6 @@ def _strides(spec: TensorSpec, tensor: torch.Tensor) -> None:
             )
 
 
-_LONGEST_STRIDE = 1 << 32
-"""Elements; far more than a stride that reaches an element has, and short in every descriptor."""
-
-
-def restride(spec: TensorSpec, tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Strides under which a view can be handed to its kernel, or None where its own will do.
-
-    The stride of a size-1 dimension reaches no element, so torch lets it be anything, as it lets
-    all strides of a tensor without elements; a TMA descriptor holds it all the same, in 40 bits
-    and as a multiple of 16 bytes. A view has the same elements under the strides returned.
-    """
-    if spec.kind is not Kind.VIEW:
-        return None
-    shape, strides = tensor.shape, list(tensor.stride())
-    if 0 in shape:
-        return tuple(math.prod(max(n, 1) for n in shape[dim + 1 :]) for dim in range(len(shape)))
-    odd = [
-        dim
-        for dim in range(len(shape) - spec.packed)
-        if shape[dim] == 1
-        and (strides[dim] % spec.stride_divisor != 0 or strides[dim] >= _LONGEST_STRIDE)
-    ]
-    for dim in odd:
-        strides[dim] = math.prod(shape[dim + 1 :])
-    return tuple(strides) if odd else None
-
-
 def aligned(spec: TensorSpec, tensor: torch.Tensor) -> None:
     """Refuse a tensor whose address is no multiple of what ``spec`` needs.
 
@@ -185,6 +229,20 @@ def aligned(spec: TensorSpec, tensor: torch.Tensor) -> None:
             f"an address {offset} bytes past a multiple of {spec.alignment}",
             f"{spec.alignment}-byte alignment",
         )
+
+
+def strided(name: str, shape: str, tensor: Any) -> torch.Tensor:
+    """The tensor; refuses what is given as one and is none, or has no strides.
+
+    Raises:
+        TypeError: such as a list, or a sparse or nested tensor.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise type_error(name, type(tensor).__name__, f"a tensor {shape}")
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).rpartition(".")[2]
+        raise type_error(name, f"a {kind} tensor", "a strided one")
+    return tensor
 
 
 def resolved(spec: TensorSpec, tensor: torch.Tensor) -> None:
@@ -235,12 +293,17 @@ def flag(name: str, value: Any) -> bool:
     raise type_error(name, f"{value!r} ({type(value).__name__})", "True or False")
 
 
-def exactly(name: str, value: Any, supported: int) -> None:
-    """Refuse any ``value`` but the one supported int."""
-    if type(value) is not int:
-        raise type_error(name, f"{value!r} ({type(value).__name__})", f"the int {supported}")
-    if value != supported:
-        raise value_error(name, value, f"{supported} (the only one supported)")
+def exactly(supported: int) -> Callable[[str, Any], int]:
+    """A check that refuses any value but the one supported int."""
+
+    def check(name: str, value: Any) -> int:
+        if type(value) is not int:
+            raise type_error(name, f"{value!r} ({type(value).__name__})", f"the int {supported}")
+        if value != supported:
+            raise value_error(name, value, f"{supported} (the only one supported)")
+        return supported
+
+    return check
 
 
 def no_grad(tensors: Sequence[tuple[str, torch.Tensor | None]]) -> None:
@@ -264,33 +327,36 @@ def no_grad(tensors: Sequence[tuple[str, torch.Tensor | None]]) -> None:
 
 def span(tensor: torch.Tensor) -> int:
     """Bytes from the first element of ``tensor`` to the end of its last; 0 without elements."""
-    if tensor.numel() == 0:
-        return 0
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return (reach + 1) * tensor.element_size()
+    return span_of(tensor.shape, tensor.stride(), tensor.element_size())
 
 
 def writes_once(spec: TensorSpec, tensor: torch.Tensor) -> None:
     """Refuse an output whose elements may share an address.
 
-    Sufficient, not necessary: sorted by stride, each dimension must step over everything that the
-    smaller ones reach. Slices, permutations and narrowed views pass. A view that interleaves its
-    own dimensions without sharing an element is refused too.
-
     Raises:
         ValueError: an expanded (stride 0) or otherwise self-overlapping view.
     """
+    if not steps_over(tensor.shape, tensor.stride()):
+        raise value_error(
+            spec.label,
+            f"shape {list(tensor.shape)} with strides {tuple(tensor.stride())}",
+            "a view in which every element has its own address",
+        )
+
+
+def steps_over(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether no two elements share an address.
+
+    Sufficient, not necessary: sorted by stride, each dimension must step over everything that the
+    smaller ones reach. Slices, permutations and narrowed views pass. A view that interleaves its
+    own dimensions without sharing an element does not.
+    """
     reach = 0
-    for stride, size in sorted(
-        (stride, size) for size, stride in zip(tensor.shape, tensor.stride()) if size > 1
-    ):
+    for stride, size in sorted((stride, size) for size, stride in zip(shape, strides) if size > 1):
         if stride <= reach:
-            raise value_error(
-                spec.label,
-                f"shape {list(tensor.shape)} with strides {tuple(tensor.stride())}",
-                "a view in which every element has its own address",
-            )
+            return False
         reach += (size - 1) * stride
+    return True
 
 
 def disjoint(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Registration of operators with ``torch.library``.
+"""Registration of operators with ``torch.library``, and what they refuse of torch's transforms.
 
 ``Library.define`` and ``impl`` cost a tenth of ``custom_op`` at every call. An operator registered
 here either returns fresh tensors only or says in its schema which argument it mutates; the Python
@@ -7,14 +7,14 @@ functions in front add what a schema cannot say (an absent result, an argument h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
 
-from linattn.errors import value_error
+from linattn.errors import type_error, value_error
 
 NAMESPACE = "linattn"
 
@@ -29,8 +29,8 @@ _KEYS = ("CUDA", "CPU")
 """Every eager backend reaches the launcher, which says what it accepts."""
 
 
-def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Define an operator.
+def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Define an operator, and return what calls it.
 
     Args:
         schema: name, arguments and results as ``torch.library`` writes them.
@@ -42,48 +42,27 @@ def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> 
     for key in _KEYS:
         _LIBRARY.impl(name, run, key)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
+    operator, _, overload = name.partition(".")
+    return getattr(getattr(getattr(torch.ops, NAMESPACE), operator), overload or "default")
 
 
-_modes: Any = torch._C._len_torch_dispatch_stack  # untyped
-_mode: Any = torch._C._get_dispatch_mode
-_RECORDING: Any = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
-_tracing: Any = torch._C._is_tracing
-_transforms: Any = torch._C._functorch.maybe_current_level
-_included: Any = torch._C._dispatch_tls_is_dispatch_key_included
 _unpack_dual: Any = forward_ad.unpack_dual
+_mapped: Any = torch._C._functorch.is_batchedtensor
+_derived: Any = torch._C._functorch.is_gradtrackingtensor
 
 
-def eager() -> bool:
-    """Whether a call may run without the dispatcher, because nobody records or derives it.
-
-    A graph recorded from the direct path would hold the allocations of the results and not what
-    fills them; under the mode of fake tensors those have no memory. A mode of somebody's own that
-    watches sees the allocations. The rest of the question is ``traced``, which warm calls need not
-    ask.
-    """
-    return not (
-        is_compiling()
-        or forward_ad._current_level >= 0
-        or (_modes() and any(_mode(key) is not None for key in _RECORDING))
-    )
-
-
-def traced() -> bool:
-    """Whether ``torch.jit.trace``, a pre-dispatch recorder or a transform of ``torch.func`` is at
-    work. All of them change the thread's dispatch keys, which ``guards.Matches`` compares."""
-    return bool(
-        _tracing() or _transforms() is not None or _included(torch._C.DispatchKey.PreDispatch)
-    )
-
-
-def no_tangent(tensors: Sequence[tuple[str, torch.Tensor | None]]) -> None:
-    """Refuse tensors that carry a forward-mode derivative, which would be lost without a word.
+def refuse_derived(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise for a tensor of forward-mode AD, whose derivative would be lost without a word, or of a
+    transform of ``torch.func`` that maps it or derives by it.
 
     Raises:
+        TypeError: such as by ``torch.vmap`` or ``torch.func.grad``.
         ValueError: a dual tensor.
     """
-    if forward_ad._current_level < 0:
-        return
-    for name, tensor in tensors:
-        if tensor is not None and _unpack_dual(tensor).tangent is not None:
+    forward = forward_ad._current_level >= 0
+    for name, x in named:
+        if forward and _unpack_dual(x).tangent is not None:
             raise value_error(name, "a dual tensor", "one without a tangent (no derivative exists)")
+        if _mapped(x) or (_derived(x) and x.requires_grad):
+            got = f"a tensor that torch.{'vmap maps' if _mapped(x) else 'func derives by'}"
+            raise type_error(name, got, "one that no transform changes")

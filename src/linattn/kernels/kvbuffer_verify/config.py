@@ -1,4 +1,4 @@
-"""Shipped configurations of the verify kernel, and the table that picks one.
+"""The verify operator: its tensors, its shipped configurations, and which one serves a call.
 
 Plain Python values only: the dataclass is the compile key, so it is hashable, picklable and
 importable without a GPU and without the DSL.
@@ -6,9 +6,21 @@ importable without a GPU and without the DSL.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from linattn.device.tiling import ANY_NUMBER, HEAD_DIM, MAX_TOKENS, row_smem_bytes
+from linattn.spec.operator import Grid, Kernel, Operator, Sizes
+from linattn.spec.signature import Signature
+from linattn.spec.tensors import (
+    ACCEPTED_LEN,
+    BUFFERS,
+    DECAY,
+    DRAFT_BOUNDS,
+    HEADS,
+    STATE_INDICES,
+    STATE_POOL,
+    TOKENS,
+)
+from linattn.spec.tiling import HEAD_DIM, MAX_TOKENS, row_grid, row_smem_bytes, states_of
 
 WARP_ROWS = 16
 """Rows of the state that a warp owns: the rows of one tensor-core product."""
@@ -64,24 +76,53 @@ class KvbufferVerifyConfig:
         return row_smem_bytes(self.tile_v)
 
 
-TABLE: tuple[tuple[int, KvbufferVerifyConfig], ...] = (
-    (32, KvbufferVerifyConfig(tile_v=32)),
-    (ANY_NUMBER, KvbufferVerifyConfig(tile_v=64)),
-)
-"""Configuration by states of a call, ``B * HV``, up to and with the first number of a row.
-
-Few states: as many CTAs as an H200 has SMs, or the next grid could not be launched beside them.
-"""
-
+FEW = KvbufferVerifyConfig(tile_v=32)
+MANY = KvbufferVerifyConfig(tile_v=64)
 COMMIT = KvbufferVerifyConfig(tile_v=HEAD_DIM, commit=True)
 """The configuration of every call that commits first."""
 
-CONFIGS: tuple[KvbufferVerifyConfig, ...] = (*(config for _, config in TABLE), COMMIT)
-"""Every configuration that ships; ahead-of-time builds and codegen claims iterate it."""
+CONFIGS: dict[str, tuple[KvbufferVerifyConfig, ...]] = dict.fromkeys(
+    ("sm90", "sm100"), (FEW, MANY, COMMIT)
+)
+"""Every configuration that ships, by family."""
+
+FEW_STATES = 32
+"""States of a call, ``B * HV``, up to which they are few: as many CTAs as an H200 has SMs, or the
+next grid could not be launched beside them."""
+
+SIGNATURE = Signature(
+    tensors=(
+        *TOKENS,
+        DECAY,
+        STATE_POOL,
+        *(replace(spec, optional=True, output=True, updated=True) for spec in BUFFERS),
+        STATE_INDICES,
+        replace(ACCEPTED_LEN, optional=True),
+    ),
+    sizes=("B", "T", "H", "HV", "P", "T_max"),
+    scalars=(("scale", "f32"),),
+    bounds=DRAFT_BOUNDS,
+    at_most=(("T", "T_max"),),
+    **HEADS,
+)
 
 
-def choose(states: int, commit: bool) -> KvbufferVerifyConfig:
-    """The configuration for a call on so many states."""
-    if commit:
+def _choose(sizes: Sizes, _: int) -> KvbufferVerifyConfig:
+    if sizes.get("commit"):
         return COMMIT
-    return next(config for limit, config in TABLE if states <= limit)
+    return FEW if states_of(sizes) <= FEW_STATES else MANY
+
+
+def _grid(config: KvbufferVerifyConfig, sizes: Sizes, multiprocessors: int) -> Grid:
+    parts, heads, requests = row_grid(config, sizes, multiprocessors)
+    return (1 if config.commit else parts), heads, requests
+
+
+OPERATOR = Operator(
+    "kvbuffer_verify",
+    SIGNATURE,
+    {
+        family: Kernel(f"{__package__}.warp_mma", configs, _choose, _grid, splits="B")
+        for family, configs in CONFIGS.items()
+    },
+)

@@ -55,12 +55,8 @@ from linattn.device import grid, memory, pool, ptx, recurrence, staging, warp_mm
 from linattn.device.compat import CARVEOUT, SmemAllocator
 from linattn.device.decay import decay_factor
 from linattn.device.layout import Layout
-from linattn.device.tiling import HEAD_DIM, MAX_TOKENS
-from linattn.kernels.kvbuffer_verify.config import WARP_ROWS, KvbufferVerifyConfig
-
-LAYOUT_WORDS = 30
-"""Integers of the layout: 12 strides of tokens, 2 of states, 6 of buffers, 4 of vectors, 6 sizes.
-"""
+from linattn.kernels.kvbuffer_verify.config import SIGNATURE, WARP_ROWS, KvbufferVerifyConfig
+from linattn.spec.tiling import HEAD_DIM, MAX_TOKENS
 
 ROW_WORDS = HEAD_DIM // 2
 """Words of a bf16 row."""
@@ -87,31 +83,29 @@ class KvbufferVerify:
         state_pool: Int64,
         k_buffer: Int64,
         v_buffer: Int64,
-        indices: Int64,
-        accepted: Int64,
+        state_indices: Int64,
+        accepted_len: Int64,
         layout: Int64,
         scale: Float32,
         stream,
     ):
-        block = Layout(layout, LAYOUT_WORDS)
-        tokens = tuple((address, block.wide(3)) for address in (q, k, v, o))
-        states = (state_pool, block.wide(2))
-        buffers = tuple((address, block.wide(3)) for address in (k_buffer, v_buffer))
-        vectors = tuple((address, *block.wide(2)) for address in (indices, accepted))
-        batch, length, heads, value_heads, slots, limit = block.narrow(6)
-        block.end()
+        x = Layout(SIGNATURE, layout)
+        heads, value_heads = x.size("H"), x.size("HV")
         group_size = value_heads // heads
         parts = 1 if cutlass.const_expr(self.config.commit) else self.splits * group_size
         self.kernel(
-            tokens,
+            tuple((a, x.strides(n)) for n, a in zip("qkvo", (q, k, v, o))),
             decay,
-            states,
-            buffers,
-            vectors,
-            (length, limit, value_heads, slots, group_size),
+            (state_pool, x.strides("state_pool")),
+            ((k_buffer, x.strides("k_buffer")), (v_buffer, x.strides("v_buffer"))),
+            (
+                (state_indices, *x.strides("state_indices"), x.wide("state_indices")),
+                (accepted_len, *x.strides("accepted_len"), x.wide("accepted_len")),
+            ),
+            (x.size("T"), x.size("T_max"), value_heads, x.size("P"), group_size),
             scale,
         ).launch(
-            grid=(parts, heads, batch),
+            grid=(parts, heads, x.size("B")),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.config.ctas_per_sm(),
             preferred_smem_carveout=CARVEOUT,

@@ -1,4 +1,4 @@
-"""Shipped configurations of the Lightning Attention prefill kernels.
+"""The prefill operator: its tensors, its shipped configurations, and which one serves a call.
 
 Plain Python values only: the dataclass is the compile key, so it is hashable, picklable and
 importable without a GPU and without the DSL.
@@ -6,7 +6,12 @@ importable without a GPU and without the DSL.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from linattn.errors import value_error
+from linattn.spec.operator import Grid, Kernel, Operator, Sizes
+from linattn.spec.signature import Kind, Signature, TensorSpec
+from linattn.spec.tensors import DECAY, HEADS, TOKENS
 
 CHUNK = 64
 """Tokens advanced by one step of the chunk loop."""
@@ -65,7 +70,7 @@ class LightningPrefillConfig:
         """Threads of a CTA: a mover, a score and the state warpgroups."""
         return (2 + self.groups) * WARPGROUP
 
-    def validate(self) -> None:
+    def __post_init__(self) -> None:
         """Raise ``ValueError`` for a configuration that no kernel implements."""
         if self.rows not in (TILE, 2 * TILE):
             raise ValueError(f"rows: got {self.rows}, expected {TILE} or {2 * TILE}")
@@ -114,5 +119,121 @@ TWO_CTAS_A_HEAD = LightningPrefillConfig(
     rows=64, stages=4, scores=2, outputs=2, registers=(24, 152, 240)
 )
 
-CONFIGS: tuple[LightningPrefillConfig, ...] = (TWO_CTAS_A_HEAD, ONE_CTA_A_HEAD)
-"""Every configuration that ships; ahead-of-time builds and codegen claims iterate it."""
+CONFIGS: dict[str, tuple[LightningPrefillConfig, ...]] = {"sm90": (TWO_CTAS_A_HEAD, ONE_CTA_A_HEAD)}
+"""Every configuration that ships, by family."""
+
+# ---------------------------------------------------------------------------------------------
+# Tensors
+
+_STATE = TensorSpec("initial_state", ("P", "HV", 128, 128), "f32", Kind.STATE, optional=True)
+
+SIGNATURE = Signature(
+    tensors=(
+        *TOKENS,
+        DECAY,
+        _STATE,
+        replace(_STATE, name="final_state", output=True),
+        TensorSpec(
+            "cu_seqlens",
+            ("N + 1",),
+            "i32",
+            Kind.LIST,
+            optional=True,
+            also=("i64",),
+            holds="offsets",
+        ),
+        TensorSpec(
+            "slots",
+            ("N",),
+            "i32",
+            Kind.LIST,
+            optional=True,
+            public="initial_state_indices",
+            also=("i64",),
+            holds="slots",
+        ),
+        TensorSpec(
+            "has_initial", ("N",), "bool", Kind.LIST, optional=True, public="has_initial_state"
+        ),
+    ),
+    sizes=("B", "T", "H", "HV", "N", "P", "ctas"),
+    scalars=(("scale", "f32"),),
+    **HEADS,
+)
+"""The compiled function: sequences are planes of a batch, or packed in one plane."""
+
+PACKED = replace(
+    SIGNATURE,
+    tensors=tuple(
+        {
+            "initial_state": replace(spec, output=True, updated=True, public="state_pool"),
+            "cu_seqlens": replace(spec, optional=False),
+        }.get(spec.name, replace(spec, dims=tuple(1 if dim == "B" else dim for dim in spec.dims)))
+        for spec in SIGNATURE.tensors
+    ),
+)
+"""``lightning_attn_fwd_varlen``: sequences of any length, one behind the other."""
+
+FIXED = replace(
+    SIGNATURE,
+    tensors=tuple(
+        replace(spec, dims=("B", *spec.dims[1:])) if spec.kind is Kind.STATE else spec
+        for spec in SIGNATURE.tensors[:7]
+    ),
+)
+"""``lightning_attn_fwd``: sequences of one length."""
+
+# ---------------------------------------------------------------------------------------------
+# Dispatch
+
+MAX_UNITS = 2**30
+"""Units of work of a launch: the next one of a CTA is computed in 32 bits."""
+
+PERSISTENT_ROUNDS = 12
+"""Units of work a multiprocessor beyond which a packed grid is persistent."""
+
+PERSISTENT_TOKENS = 1024
+"""Tokens of a sequence, in the mean, up to which it is so with fewer units that can be balanced."""
+
+
+def _choose(sizes: Sizes, multiprocessors: int) -> LightningPrefillConfig:
+    """Two CTAs a head while they fit the GPU at once.
+
+    Beyond that one is cheaper: it computes P once and reads Q and K once.
+    """
+    heads = sizes["N"] * sizes["HV"]
+    two_fit = heads * TWO_CTAS_A_HEAD.splits <= multiprocessors
+    return TWO_CTAS_A_HEAD if two_fit else ONE_CTA_A_HEAD
+
+
+def _grid(config: LightningPrefillConfig, sizes: Sizes, multiprocessors: int) -> Grid:
+    """A CTA a unit of work, or one a multiprocessor that takes every so-many-th unit.
+
+    A persistent CTA loads its next unit while it computes one, which pays where units are short or
+    many. A few long ones are better balanced by the hardware, which gives the next unit to whatever
+    multiprocessor is free.
+    """
+    sequences, heads = sizes["N"], sizes["HV"]
+    units = config.splits * sequences * heads
+    packed = "packed" in sizes
+    if units > MAX_UNITS:
+        name = "N * HV" if packed else "B * HV"
+        got = f"{name} = {sequences * heads}"
+        raise value_error(name, got, f"at most {MAX_UNITS // config.splits}")
+    persistent = not packed
+    if packed and sizes["persistent"]:
+        planned = sequences <= PLANNED_SEQUENCES and units <= PLANNED
+        short = sizes["T"] <= PERSISTENT_TOKENS * sequences
+        persistent = units > PERSISTENT_ROUNDS * multiprocessors or (planned and short)
+    return (min(units, multiprocessors) if persistent else units), 1, 1
+
+
+OPERATOR = Operator(
+    "lightning_prefill",
+    SIGNATURE,
+    {
+        family: Kernel(f"{__package__}.{family}", configs, _choose, _grid)
+        for family, configs in CONFIGS.items()
+    },
+    missing={"sm100": f"{__package__}.sm100"},
+)

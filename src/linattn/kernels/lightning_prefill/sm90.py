@@ -77,6 +77,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from linattn.device import ptx, tma, wgmma
 from linattn.device.compat import AddressSpace, SmemAllocator
 from linattn.device.decay import decay_factor
+from linattn.device.layout import Layout
 from linattn.device.pipelines import Ring, init_rings
 from linattn.kernels.lightning_prefill.config import (
     CHUNK,
@@ -84,6 +85,7 @@ from linattn.kernels.lightning_prefill.config import (
     PLANNED,
     PLANNED_SEQUENCES,
     RANKED,
+    SIGNATURE,
     TILE,
     WARPGROUP,
     LightningPrefillConfig,
@@ -123,7 +125,6 @@ class LightningPrefillSm90:
     """Builds and launches the kernel of one configuration."""
 
     def __init__(self, config: LightningPrefillConfig):
-        config.validate()
         self.config = config
         self.groups = config.groups
         self.qk_tiler = (CHUNK, HEAD_DIM)
@@ -155,56 +156,54 @@ class LightningPrefillSm90:
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        o: cute.Tensor,
+        q: Int64,
+        k: Int64,
+        v: Int64,
+        o: Int64,
         decay: cute.Tensor,
         initial_state: Int64,
-        initial_stride_b: Int64,
-        initial_stride_h: Int64,
         final_state: Int64,
-        final_stride_b: Int64,
-        final_stride_h: Int64,
         cu_seqlens: Int64,
-        cu_seqlens_wide: Int32,
         slots: Int64,
-        slots_wide: Int32,
         has_initial: Int64,
-        sequences: Int32,
-        pool: Int32,
-        ctas: Int32,
+        layout: Int64,
         scale: Float32,
         stream,
     ):
         self._layouts()
+        x = Layout(SIGNATURE, layout)
+        planes, tokens, heads, value_heads = (x.size(name) for name in ("B", "T", "H", "HV"))
+        qk_shape = (planes, tokens, heads, HEAD_DIM)
+        v_shape = (planes, tokens, value_heads, HEAD_DIM)
+        gQ = tma.rows(q, qk_shape, x.strides("q"), final_state)
+        gK = tma.rows(k, qk_shape, x.strides("k"), final_state)
+        gV = tma.rows(v, v_shape, x.strides("v"), final_state)
+        gO = tma.rows(o, v_shape, x.strides("o"), final_state)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         qk_tile = cute.slice_(self.qk_layout, (None, None, 0))
         v_tile = cute.slice_(self.v_layout, (None, None, 0))
         o_tile = cute.slice_(self.o_layout, (None, None, 0))
-        tokens, value_heads = v.shape[1], v.shape[2]
-        q, k, v, o = (tma.describable(tensor, final_state) for tensor in (q, k, v, o))
         tdhb, dthb = (1, 3, 2, 0), (3, 1, 2, 0)  # the modes of [B, T, H, D] by letter
-        tma_q, mQ = tma.tile_atom(load, q, tdhb, qk_tile, self.qk_tiler)
-        tma_k, mK = tma.tile_atom(load, k, tdhb, qk_tile, self.qk_tiler)
-        tma_v, mV = tma.tile_atom(load, v, dthb, v_tile, self.v_tiler)
-        tma_o, mO = tma.ragged_store_atom(store, o, o_tile, self.v_tiler)
+        tma_q, mQ = tma.tile_atom(load, gQ, tdhb, qk_tile, self.qk_tiler)
+        tma_k, mK = tma.tile_atom(load, gK, tdhb, qk_tile, self.qk_tiler)
+        tma_v, mV = tma.tile_atom(load, gV, dthb, v_tile, self.v_tiler)
+        tma_o, mO = tma.ragged_store_atom(store, gO, o_tile, self.v_tiler)
         states = (
-            (initial_state, initial_stride_b, initial_stride_h),
-            (final_state, final_stride_b, final_stride_h),
+            (initial_state, *x.strides("initial_state")),
+            (final_state, *x.strides("final_state")),
         )
         batch = varlen.Batch(
-            sequences,
+            x.size("N"),
             value_heads,
             cute.fast_divmod_create_divisor_v2(value_heads),
-            cute.fast_divmod_create_divisor_v2(value_heads // q.shape[2]),
+            cute.fast_divmod_create_divisor_v2(value_heads // heads),
             tokens,
             cu_seqlens,
-            cu_seqlens_wide,
+            Int32(x.wide("cu_seqlens")),
             slots,
-            slots_wide,
+            Int32(x.wide("slots")),
             has_initial,
-            pool,
+            x.size("P"),
         )
         self.kernel(
             (tma_q, tma_k, tma_v, tma_o),
@@ -216,7 +215,7 @@ class LightningPrefillSm90:
             self._tiled_mmas(),
             (self.qk_layout, self.kt_layout, self.v_layout, self.p_layout, self.o_layout),
         ).launch(
-            grid=(ctas, 1, 1),
+            grid=(x.size("ctas"), 1, 1),
             block=(self.config.threads, 1, 1),
             min_blocks_per_mp=1,
             use_pdl=True,

@@ -1,4 +1,4 @@
-"""Shipped configurations of the decode kernel, and the table that picks one.
+"""The decode operator: its tensors, its shipped configurations, and which one serves a call.
 
 Plain Python values only: the dataclass is the compile key, so it is hashable, picklable and
 importable without a GPU and without the DSL.
@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from linattn.device.tiling import ANY_NUMBER, HEAD_DIM, MAX_TOKENS, check_row_split
+from linattn.spec.operator import Kernel, Operator, Sizes
+from linattn.spec.signature import Kind, Signature, TensorSpec
+from linattn.spec.tensors import DECAY, DRAFT_BOUNDS, HEADS, STATE_INDICES, STATE_POOL, TOKENS
+from linattn.spec.tiling import HEAD_DIM, MAX_TOKENS, check_row_split, row_grid, states_of
 
 RESIDENT_WARPS = {1: 32, 2: 20, 4: 12}
 """Warps that an SM holds at least, by rows of a lane: as many as spill no register."""
@@ -50,26 +53,51 @@ class MtpConfig:
         return RESIDENT_WARPS[self.ilp] // self.warps
 
 
-TABLES: dict[str, tuple[tuple[int, MtpConfig], ...]] = {
-    "sm90": ((ANY_NUMBER, MtpConfig(tile_v=32, warps=4, ilp=2, stages=1)),),
+CONFIGS: dict[str, tuple[MtpConfig, ...]] = {
+    "sm90": (MtpConfig(tile_v=32, warps=4, ilp=2, stages=1),),
     "sm100": (
-        (2048, MtpConfig(tile_v=32, warps=4, ilp=2, stages=1, packed=True)),
-        (ANY_NUMBER, MtpConfig(tile_v=64, warps=4, ilp=4, stages=1, packed=True)),
+        MtpConfig(tile_v=32, warps=4, ilp=2, stages=1, packed=True),
+        MtpConfig(tile_v=64, warps=4, ilp=4, stages=1, packed=True),
     ),
 }
-"""By family: configuration by states of a call, ``B * HV``, up to and with a row's first number.
+"""Every configuration that ships, by family: the first for few states, the last for many.
 
 Many small CTAs, so that every SM has loads in flight and the last wave is full: the fastest on an
 H200 at every number of states. On Blackwell, of many states, CTAs that read q and k less often; two
 batches of rows in registers do not fit beside the register pairs of two-wide arithmetic.
 """
 
-FAMILIES: dict[str, tuple[MtpConfig, ...]] = {
-    family: tuple(config for _, config in table) for family, table in TABLES.items()
-}
-"""Every configuration that ships, by family; ahead-of-time builds and codegen claims iterate it."""
+FEW_STATES = 2048
+"""States of a call, ``B * HV``, up to which they are few."""
+
+SIGNATURE = Signature(
+    tensors=(
+        *TOKENS,
+        DECAY,
+        STATE_POOL,
+        TensorSpec(
+            "intermediate_states",
+            ("B", "T", "HV", 128, 128),
+            "f32",
+            Kind.STATE,
+            optional=True,
+            output=True,
+        ),
+        STATE_INDICES,
+    ),
+    sizes=("B", "T", "H", "HV", "P"),
+    flags=("update_state",),
+    scalars=(("scale", "f32"),),
+    bounds=DRAFT_BOUNDS,
+    **HEADS,
+)
 
 
-def choose(states: int, family: str) -> MtpConfig:
-    """The configuration for a call on so many states."""
-    return next(config for limit, config in TABLES[family] if states <= limit)
+def _kernel(family: str) -> Kernel:
+    def choose(sizes: Sizes, _: int) -> MtpConfig:
+        return CONFIGS[family][0 if states_of(sizes) <= FEW_STATES else -1]
+
+    return Kernel(f"{__package__}.simt", CONFIGS[family], choose, row_grid, splits="B")
+
+
+OPERATOR = Operator("mtp_decode", SIGNATURE, {family: _kernel(family) for family in CONFIGS})

@@ -40,11 +40,8 @@ from linattn.device import memory, pool, recurrence, row_tile, staging
 from linattn.device.compat import CARVEOUT, SmemAllocator
 from linattn.device.decay import decay_factor
 from linattn.device.layout import Layout
-from linattn.device.tiling import HEAD_DIM, MAX_TOKENS
-from linattn.kernels.mtp_decode.config import MtpConfig
-
-LAYOUT_WORDS = 25
-"""Integers of the layout: 12 strides of tokens, 5 of states, 2 of indices, 5 sizes, 1 flag."""
+from linattn.kernels.mtp_decode.config import SIGNATURE, MtpConfig
+from linattn.spec.tiling import HEAD_DIM, MAX_TOKENS
 
 
 class MtpDecode:
@@ -65,29 +62,25 @@ class MtpDecode:
         o: Int64,
         decay: cute.Tensor,
         state_pool: Int64,
-        intermediate: Int64,
-        indices: Int64,
+        intermediate_states: Int64,
+        state_indices: Int64,
         layout: Int64,
         scale: Float32,
         stream,
     ):
-        block = Layout(layout, LAYOUT_WORDS)
-        tokens = tuple((address, block.wide(3)) for address in (q, k, v, o))
-        states = (state_pool, block.wide(2))
-        steps = (intermediate, block.wide(3))
-        vector = (indices, *block.wide(2))
-        batch, length, heads, value_heads, slots, update = block.narrow(6)
-        block.end()
+        x = Layout(SIGNATURE, layout)
+        heads, value_heads = x.size("H"), x.size("HV")
+        group_size = value_heads // heads
         self.kernel(
-            tokens,
+            tuple((a, x.strides(n)) for n, a in zip("qkvo", (q, k, v, o))),
             decay,
-            states,
-            steps,
-            vector,
-            (length, value_heads // heads, value_heads, slots, update),
+            (state_pool, x.strides("state_pool")),
+            (intermediate_states, x.strides("intermediate_states")),
+            (state_indices, *x.strides("state_indices"), x.wide("state_indices")),
+            (x.size("T"), group_size, value_heads, x.size("P"), x.size("update_state")),
             scale,
         ).launch(
-            grid=(self.splits * (value_heads // heads), heads, batch),
+            grid=(self.splits * group_size, heads, x.size("B")),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.config.ctas_per_sm(),
             preferred_smem_carveout=CARVEOUT,

@@ -1,4 +1,4 @@
-"""Shipped configurations of the commit kernel, and the tables that pick one.
+"""The commit operator: its tensors, its shipped configurations, and which one serves a call.
 
 Plain Python values only: the dataclass is the compile key, so it is hashable, picklable and
 importable without a GPU and without the DSL.
@@ -8,7 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from linattn.device.tiling import ANY_NUMBER, check_row_split, row_smem_bytes
+from linattn.spec.operator import Kernel, Operator, Sizes
+from linattn.spec.signature import Signature
+from linattn.spec.tensors import (
+    ACCEPTED_LEN,
+    BUFFERS,
+    DECAY,
+    DRAFT_BOUNDS,
+    HEADS,
+    STATE_INDICES,
+    STATE_POOL,
+)
+from linattn.spec.tiling import check_row_split, row_grid, row_smem_bytes, states_of
 
 RESIDENT_WARPS = {1: 32, 2: 24, 4: 16}
 """Warps that an SM holds at least, by rows of a lane: as many as spill no register."""
@@ -54,25 +65,35 @@ class StateUpdateConfig:
         return table[self.ilp] // self.warps
 
 
-TABLES: dict[str, tuple[tuple[int, StateUpdateConfig], ...]] = {
+CONFIGS: dict[str, tuple[StateUpdateConfig, ...]] = {
     "sm90": (
-        (32, StateUpdateConfig(tile_v=32, warps=4, ilp=2, stages=1)),
-        (ANY_NUMBER, StateUpdateConfig(tile_v=64, warps=4, ilp=2, stages=2)),
+        StateUpdateConfig(tile_v=32, warps=4, ilp=2, stages=1),
+        StateUpdateConfig(tile_v=64, warps=4, ilp=2, stages=2),
     ),
-    "sm100": ((ANY_NUMBER, StateUpdateConfig(tile_v=32, warps=4, ilp=2, stages=1, packed=True)),),
+    "sm100": (StateUpdateConfig(tile_v=32, warps=4, ilp=2, stages=1, packed=True),),
 }
-"""By family: configuration by states of a call, ``B * HV``, up to and with a row's first number.
+"""Every configuration that ships, by family: the first for few states, the last for many.
 
 Few states, on Hopper: as many CTAs as an H200 has SMs, or the next grid could not be launched
 beside them. Rows of a CTA are those of ``kvbuffer_verify``, whose shared memory follows from them.
 """
 
-FAMILIES: dict[str, tuple[StateUpdateConfig, ...]] = {
-    family: tuple(config for _, config in table) for family, table in TABLES.items()
-}
-"""Every configuration that ships, by family; ahead-of-time builds and codegen claims iterate it."""
+FEW_STATES = 32
+"""States of a call, ``B * HV``, up to which they are few."""
+
+SIGNATURE = Signature(
+    tensors=(*BUFFERS, DECAY, STATE_POOL, STATE_INDICES, ACCEPTED_LEN),
+    sizes=("B", "H", "HV", "P", "T_max"),
+    bounds=DRAFT_BOUNDS,
+    **HEADS,
+)
 
 
-def choose(states: int, family: str) -> StateUpdateConfig:
-    """The configuration for a call on so many states."""
-    return next(config for limit, config in TABLES[family] if states <= limit)
+def _kernel(family: str) -> Kernel:
+    def choose(sizes: Sizes, _: int) -> StateUpdateConfig:
+        return CONFIGS[family][0 if states_of(sizes) <= FEW_STATES else -1]
+
+    return Kernel(f"{__package__}.simt", CONFIGS[family], choose, row_grid, splits="B")
+
+
+OPERATOR = Operator("state_update", SIGNATURE, {family: _kernel(family) for family in CONFIGS})

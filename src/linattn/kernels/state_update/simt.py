@@ -34,11 +34,8 @@ from linattn.device import grid, memory, pool, recurrence, row_tile, staging
 from linattn.device.compat import CARVEOUT, SmemAllocator
 from linattn.device.decay import decay_factor
 from linattn.device.layout import Layout
-from linattn.device.tiling import HEAD_DIM, MAX_TOKENS
-from linattn.kernels.state_update.config import StateUpdateConfig
-
-LAYOUT_WORDS = 17
-"""Integers of the layout: 6 strides of buffers, 2 of states, 4 of vectors, 5 sizes."""
+from linattn.kernels.state_update.config import SIGNATURE, StateUpdateConfig
+from linattn.spec.tiling import HEAD_DIM, MAX_TOKENS
 
 
 class StateUpdate:
@@ -56,22 +53,25 @@ class StateUpdate:
         v_buffer: Int64,
         decay: cute.Tensor,
         state_pool: Int64,
-        indices: Int64,
-        accepted: Int64,
+        state_indices: Int64,
+        accepted_len: Int64,
         layout: Int64,
         stream,
     ):
-        block = Layout(layout, LAYOUT_WORDS)
-        buffers = tuple((address, block.wide(3)) for address in (k_buffer, v_buffer))
-        states = (state_pool, block.wide(2))
-        vectors = tuple((address, *block.wide(2)) for address in (indices, accepted))
-        batch, heads, value_heads, slots, limit = block.narrow(5)
-        block.end()
+        x = Layout(SIGNATURE, layout)
+        heads, value_heads = x.size("H"), x.size("HV")
         group_size = value_heads // heads
         self.kernel(
-            buffers, decay, states, vectors, (limit, value_heads, slots, group_size)
+            ((k_buffer, x.strides("k_buffer")), (v_buffer, x.strides("v_buffer"))),
+            decay,
+            (state_pool, x.strides("state_pool")),
+            (
+                (state_indices, *x.strides("state_indices"), x.wide("state_indices")),
+                (accepted_len, *x.strides("accepted_len"), x.wide("accepted_len")),
+            ),
+            (x.size("T_max"), value_heads, x.size("P"), group_size),
         ).launch(
-            grid=(self.splits * group_size, heads, batch),
+            grid=(self.splits * group_size, heads, x.size("B")),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.config.ctas_per_sm(),
             preferred_smem_carveout=CARVEOUT,

@@ -1,6 +1,14 @@
-"""How the kernels that stream a state cut it, and what of an SM they ask for: plain Python."""
+"""How the kernels that stream a state cut it, and what of an SM they ask for."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from linattn.errors import value_error
+
+GRID_MAX = 2**16 - 1
+"""Most CTAs of a grid's second and third dimension."""
 
 HEAD_DIM = 128
 """Key and value head dimension."""
@@ -11,9 +19,6 @@ MAX_TOKENS = 8
 EARLY_CTAS = 132
 """CTAs of a grid that the next one may be launched beside from the start: one an SM of the H200
 that this was timed on. Elsewhere, too, it decides on time and on nothing else."""
-
-ANY_NUMBER = 1 << 62
-"""Last row of a table by number of states."""
 
 ROW_GROUPS = 4
 """Rows of a state that one access of a warp touches in scalar kernels: eight lanes share a row."""
@@ -44,3 +49,21 @@ def check_row_split(tile_v: int, warps: int, ilp: int, stages: int) -> None:
 def row_smem_bytes(tile_v: int) -> int:
     """Shared memory for k, and ``tile_v`` columns of v, of every token as FP32, in bytes."""
     return 4 * MAX_TOKENS * (HEAD_DIM + tile_v)
+
+
+def states_of(sizes: Mapping[str, int]) -> int:
+    """States of a call."""
+    return sizes["B"] * sizes["HV"]
+
+
+def row_grid(config: Any, sizes: Mapping[str, int], _: int) -> tuple[int, int, int]:
+    """Parts of the states of a query/key head, query/key heads, requests of a launch.
+
+    Raises:
+        ValueError: more heads than a grid takes.
+    """
+    heads = sizes["H"]
+    if heads > GRID_MAX:
+        raise value_error("H", heads, f"at most {GRID_MAX}")
+    parts = HEAD_DIM // config.tile_v * (sizes["HV"] // heads)
+    return parts, heads, min(sizes["B"], GRID_MAX)

@@ -1,0 +1,131 @@
+"""Operators, the kernels that serve them, and the public functions in front of them.
+
+An operator is what one compiled function computes: a signature, and a kernel for each family of
+architectures. Its folder under ``kernels/`` declares it in ``config.py``. A function is how callers
+see it: which arguments there are, what is made fresh, which rules hold between them. ``ops/`` turns
+a function's declaration into Python; nothing else of the package names an operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from linattn.spec.signature import Signature
+
+Sizes = Mapping[str, int]
+"""Sizes of a problem by symbol, and its switches (0 or 1) by name."""
+
+Grid = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What serves an operator on one family of architectures.
+
+    Attributes:
+        module: dotted name of the module whose ``KERNEL`` is compiled.
+        configs: every shipped configuration. Each is hashable and has ``name()``.
+        choose: sizes and multiprocessors to the configuration that serves them.
+        grid: configuration, sizes and multiprocessors to the launch grid.
+        splits: symbol that a call of more than ``tiling.GRID_MAX`` is split over, into several
+            launches; none by default.
+        workspace: configuration and sizes to the elements ``W`` of the signature's tensor
+            ``workspace``, which no caller gives; none by default.
+    """
+
+    module: str
+    configs: tuple[Any, ...]
+    choose: Callable[[Sizes, int], Any]
+    grid: Callable[[Any, Sizes, int], Grid]
+    splits: str = ""
+    workspace: Callable[[Any, Sizes], int] | None = None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Operator:
+    """One compiled function.
+
+    Attributes:
+        name: folder under ``kernels/``; it names cache entries and launches.
+        signature: of the compiled function.
+        kernels: by family of architectures.
+        missing: by family, modules that have a place and do not exist yet.
+    """
+
+    name: str
+    signature: Signature
+    kernels: Mapping[str, Kernel]
+    missing: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` for a kernel whose launches cannot be split as it says."""
+        whole = next(spec for spec in self.signature.tensors if spec.whole)
+        for kernel in self.kernels.values():
+            if kernel.splits and kernel.splits in whole.dims:
+                raise ValueError(
+                    f"splits: got {kernel.splits}, expected no size of {whole.name}, which every "
+                    "launch gets whole"
+                )
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """A public function.
+
+    Attributes:
+        name: how it is called.
+        operator: what it launches.
+        signature: the operator's with this function's sizes.
+        results: tensor of the signature to the argument that decides on it, in the order in which
+            they are returned. A tensor argument that is given is the result itself; where it is
+            None the result is made fresh. A bool argument says whether it is made.
+        problem: symbols that ``explain`` asks for.
+        idle: symbols of which none may be 0, or nothing is launched.
+        derived: symbols that no tensor of a call need bind, to another symbol or a number.
+        switches: name that ``choose``, ``grid`` and flags of the layout know to the argument that
+            sets it: by its value where it is a bool, else by being there.
+        written: tensor to the switch with which alone it is written; other outputs always are.
+        needs: pairs of arguments; the first cannot be given without the second.
+        slots: the argument that says which slot of a pool belongs to which request, and the symbol
+            that counts requests; without it request n has slot n of ``P``.
+        dynamic: symbols that change from call to call. No rule but ``slots`` may depend on them.
+        starts: result to the tensor whose content a fresh one has where nothing is launched, else
+            zeros.
+        checks: arguments that are neither tensors, bools nor floats, to what checks them.
+    """
+
+    name: str
+    operator: Operator
+    signature: Signature
+    results: Mapping[str, str]
+    problem: tuple[str, ...]
+    idle: tuple[str, ...]
+    derived: Mapping[str, str | int] = field(default_factory=dict)
+    switches: Mapping[str, str] = field(default_factory=dict)
+    written: Mapping[str, str] = field(default_factory=dict)
+    needs: tuple[tuple[str, str], ...] = ()
+    slots: tuple[str, str] | None = None
+    dynamic: tuple[str, ...] = ()
+    starts: Mapping[str, str] = field(default_factory=dict)
+    checks: Mapping[str, Callable[[str, Any], Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` for a dynamic symbol that a rule depends on."""
+        signature = self.signature
+        ruled = {name for pair in (*signature.multiples, *signature.at_most) for name in pair}
+        ruled.update(option for _, options in signature.choices for option in options)
+        ruled.update(name for name, *_ in signature.bounds)
+        if ruled & set(self.dynamic):
+            raise ValueError(f"dynamic: got {ruled & set(self.dynamic)}, expected no ruled symbol")
+
+    def complete(self, sizes: dict[str, int]) -> dict[str, int]:
+        """Add the derived sizes to those that tensors bind."""
+        for name, source in self.derived.items():
+            if name not in sizes:
+                sizes[name] = source if isinstance(source, int) else sizes[source]
+        return sizes
