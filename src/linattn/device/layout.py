@@ -6,6 +6,8 @@
 from cutlass import Int32, Int64, cute
 
 from linattn.device.compat import AddressSpace
+from linattn.device.memory import Strided
+from linattn.device.pool import Vector
 from linattn.spec.signature import Signature
 
 
@@ -29,3 +31,12 @@ class Layout:
     def size(self, name: str) -> Int32:
         """A size or a flag."""
         return Int32(self.block[self.signature.at(name)])
+
+    def strided(self, name: str, address: Int64) -> Strided:
+        """A tensor with its strides."""
+        return Strided(address, self.strides(name))
+
+    def vector(self, name: str, address: Int64) -> Vector:
+        """An index vector."""
+        (stride,) = self.strides(name)
+        return Vector(address, stride, self.wide(name))

@@ -4,9 +4,39 @@ Addresses and strides are 64-bit, strides in elements; a row's base is formed in
 the layouts on top of it stay small.
 """
 
+from typing import NamedTuple
+
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute
 
 from linattn.device.compat import AddressSpace
+
+
+class Strided(NamedTuple):
+    """A tensor by address.
+
+    address: of its first element, 0 where the tensor is absent.
+    strides: of its dimensions, but for those that are contiguous.
+    """
+
+    address: Int64
+    strides: tuple
+
+
+class Rows(NamedTuple):
+    """The rows that one head has in ``[outer, tokens, heads, 128]``, one a token.
+
+    address: of the tensor, 0 where it is absent.
+    offset: of the first token's row, in elements.
+    stride: from one token to the next.
+    """
+
+    address: Int64
+    offset: Int64
+    stride: Int64
+
+    def at(self, token) -> Int64:
+        """Offset of a token's row."""
+        return self.offset + extended(token) * self.stride
 
 
 def view(element, address: Int64, offset, layout, align: int) -> cute.Tensor:
@@ -51,19 +81,13 @@ def offset_of(strides: tuple, *coordinates):
     return total
 
 
-def rows_of(rows: tuple, outer, head) -> tuple:
-    """(address, offset, token stride) of the rows of one head in ``[outer, tokens, heads, 128]``.
-
-    ``rows`` is an address with the strides of the first three dimensions.
-    """
-    address, (stride_outer, stride_token, stride_head) = rows
-    return address, offset_of((stride_outer, stride_head), outer, head), stride_token
+def rows_of(tensor: Strided, outer, head) -> Rows:
+    """The rows of one head; states by token, with two more dimensions, have rows likewise."""
+    stride_outer, stride_token, stride_head = tensor.strides
+    offset = offset_of((stride_outer, stride_head), outer, head)
+    return Rows(tensor.address, offset, stride_token)
 
 
-def byte_offset(rows: tuple, outer, element) -> Int64:
-    """Distance in bytes from coordinate 0 of the first dimension to ``outer``.
-
-    ``rows`` is an address with strides.
-    """
-    _, (stride, *_) = rows
-    return extended(outer) * (stride * (element.width // 8))
+def byte_offset(tensor: Strided, outer, element) -> Int64:
+    """Distance in bytes from coordinate 0 of the first dimension to ``outer``."""
+    return extended(outer) * (tensor.strides[0] * (element.width // 8))

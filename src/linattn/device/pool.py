@@ -1,9 +1,10 @@
 """What a request or a head looks up: its slot, its length, its slope.
 
-A vector of slots or lengths, int32 or int64, arrives as an address (0 where absent), a stride in
-32-bit words and a flag that says whether its elements are 64-bit. Those are read as two words, so
+A vector of slots or lengths is of int32 or int64. Elements of the latter are read as two words, so
 one kernel serves both types.
 """
+
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
@@ -14,18 +15,37 @@ PADDING = -1
 """Slot of a request that has none."""
 
 
+class Vector(NamedTuple):
+    """A number for each request.
+
+    address: of the first, 0 where the vector is absent.
+    stride: from one to the next, in 32-bit words.
+    wide: 1 where they are 64-bit, else 0.
+    """
+
+    address: Int64
+    stride: Int64
+    wide: Int64
+
+
+class Requests(NamedTuple):
+    """The slot of each request, and how many of its draft tokens are accepted."""
+
+    indices: Vector
+    accepted: Vector
+
+
 @cute.jit
-def places_of(vector: tuple, request: Int32, spare: Int64) -> tuple:
+def places_of(vector: Vector, request: Int32, spare: Int64) -> tuple:
     """Addresses of the words (low, high) of a request's element; a 32-bit one is both.
 
     There is no branch, so that the reads of several vectors are in flight together. Where the
     vector is absent, it is the word at ``spare``, which then means nothing.
     """
-    address, stride, wide = vector
-    at = address + extended(request) * stride * 4
-    if address == 0:
+    at = vector.address + extended(request) * vector.stride * 4
+    if vector.address == 0:
         at = spare
-    return at, at + wide * 4
+    return at, at + vector.wide * 4
 
 
 def element_at(places: tuple) -> tuple:
@@ -46,16 +66,15 @@ def slope_of(at: Int64) -> Float32:
 
 
 @cute.jit
-def slot_of(vector: tuple, element: tuple, request: Int32, slots: Int32) -> Int32:
+def slot_of(vector: Vector, element: tuple, request: Int32, slots: Int32) -> Int32:
     """Slot of a request, ``PADDING`` where its index is outside ``0 .. slots - 1``.
 
     Without a vector request ``n`` has slot ``n``.
     """
-    address, _, wide = vector
     slot, high = element
-    if wide != 0 and high != 0:
+    if vector.wide != 0 and high != 0:
         slot = Int32(PADDING)
-    if address == 0:
+    if vector.address == 0:
         slot = request
     if cutlass.Uint32(slot) >= cutlass.Uint32(slots):
         slot = Int32(PADDING)
@@ -63,12 +82,11 @@ def slot_of(vector: tuple, element: tuple, request: Int32, slots: Int32) -> Int3
 
 
 @cute.jit
-def length_of(vector: tuple, element: tuple, limit: Int32) -> Int32:
+def length_of(vector: Vector, element: tuple, limit: Int32) -> Int32:
     """Element of a vector of lengths, clamped to ``0 .. limit``."""
-    _, _, wide = vector
     low, high = element
     length = cutlass.max(low, 0)
-    if wide != 0:
+    if vector.wide != 0:
         if high < 0:
             length = Int32(0)
         elif high > 0 or low < 0:

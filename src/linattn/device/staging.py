@@ -14,18 +14,14 @@ from linattn.spec.tiling import MAX_TOKENS
 PIECE = 4
 
 
-def places(source: tuple, columns: int, first, thread, threads: int) -> tuple:
-    """Addresses of a thread's pieces of bf16 rows of ``columns`` columns from column ``first`` on.
-
-    ``source`` is (address, offset, token stride).
-    """
-    address, offset, stride_t = source
+def places(source: memory.Rows, columns: int, first, thread, threads: int) -> tuple:
+    """Addresses of a thread's pieces of bf16 rows: of ``columns`` columns from ``first`` on."""
     pieces = columns // PIECE
     found = []
     for n in range(-(-MAX_TOKENS * pieces // threads)):
         index = thread + n * threads
-        at = offset + memory.extended(index // pieces) * stride_t
-        found.append(address + (at + (first + PIECE * (index % pieces))) * (BFloat16.width // 8))
+        at = source.at(index // pieces) + (first + PIECE * (index % pieces))
+        found.append(source.address + at * (BFloat16.width // 8))
     return tuple(found)
 
 
@@ -47,7 +43,7 @@ def request_at(
     return held
 
 
-def request(source: tuple, columns: int, first, thread, threads: int, tokens) -> cute.Tensor:
+def request(source: memory.Rows, columns: int, first, thread, threads: int, tokens) -> cute.Tensor:
     """Ask for what ``places`` finds of ``tokens`` rows."""
     found = places(source, columns, first, thread, threads)
     return request_at(found, columns, thread, threads, tokens)
@@ -97,19 +93,18 @@ def settle_words(
 @cute.jit
 def write(
     held: cute.Tensor,
-    target: tuple,
+    target: memory.Rows,
     columns: cutlass.Constexpr,
     thread,
     threads: cutlass.Constexpr,
     tokens,
 ):
     """What was requested, to ``tokens`` rows of global memory."""
-    address, offset, stride_t = target
     pieces = columns // PIECE
     for n in cutlass.range_constexpr(cute.size(held, mode=[1])):
         index = thread + n * threads
         row = index // pieces
         if row < tokens:
-            at = offset + memory.extended(row) * stride_t + PIECE * (index % pieces)
-            place = memory.pairs(address, at, cute.make_layout(2), 8)
+            at = target.at(row) + PIECE * (index % pieces)
+            place = memory.pairs(target.address, at, cute.make_layout(2), 8)
             cute.autovec_copy(held[None, n], place)

@@ -82,11 +82,10 @@ def token_registers() -> cute.Tensor:
     return cute.make_rmem_tensor(cute.make_layout((2, STEPS)), Int32)
 
 
-def token_at(rows: tuple, token, t) -> cute.Tensor:
-    """A lane's columns of one token; ``rows`` is (address, offset, token stride)."""
-    address, offset, stride_t = rows
-    at = offset + memory.extended(token) * stride_t + 4 * t
-    return memory.pairs(address, at, cute.make_layout((2, STEPS), stride=(1, 8)), 8)
+def token_at(rows: memory.Rows, token, t) -> cute.Tensor:
+    """A lane's columns of one token."""
+    at = rows.at(token) + 4 * t
+    return memory.pairs(rows.address, at, cute.make_layout((2, STEPS), stride=(1, 8)), 8)
 
 
 def shared_token(shared: cute.Tensor, token, t) -> cute.Tensor:
