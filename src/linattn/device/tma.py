@@ -7,6 +7,9 @@ from cutlass.cute.nvgpu import cpasync
 from linattn.device import memory
 from linattn.device.compat import AddressSpace
 
+VECTOR = 16 // (BFloat16.width // 8)
+"""Elements that the strides of a bf16 tensor are multiples of."""
+
 
 def tile_atom(op, tensor: cute.Tensor, modes: tuple, smem_tile, tiler: tuple):
     """Copy atom and coordinate tensor of ``tensor`` with its modes in the order ``modes``.
@@ -19,21 +22,21 @@ def tile_atom(op, tensor: cute.Tensor, modes: tuple, smem_tile, tiler: tuple):
 
 
 @cute.jit
-def rows(address: Int64, shape: tuple, strides: tuple, spare: Int64) -> cute.Tensor:
-    """BF16 tensor [B, T, H, D] at ``address``, or where T is 0 a row at ``spare`` that stands in.
+def describable(tensor: memory.Strided, shape: tuple, spare: Int64) -> cute.Tensor:
+    """A bf16 tensor [B, T, H, D], or where T is 0 a row at the address ``spare`` that stands in.
 
-    ``strides`` are those of the first three dimensions. They are multiples of 16 bytes, as is the
-    address.
+    Its address and strides are multiples of 16 bytes, and its last dimension is contiguous.
 
     A descriptor has neither an extent of 0 nor an address of 0, which is that of an empty tensor.
     The row is never named, because no sequence has a token then.
     """
     batch, tokens, heads, width = shape
+    address = tensor.address
     if tokens == 0:
         address = spare
-    strides = tuple(cute.assume(x, divby=16 // (BFloat16.width // 8)) for x in strides)
     shape = (batch, cutlass.max(tokens, 1), heads, width)
-    return memory.halves(address, 0, cute.make_layout(shape, stride=(*strides, 1)))
+    stride = (*(cute.assume(x, divby=VECTOR) for x in tensor.strides), 1)
+    return memory.halves(address, 0, cute.make_layout(shape, stride=stride))
 
 
 def ragged_store_atom(op, tensor: cute.Tensor, smem_tile, tiler: tuple):

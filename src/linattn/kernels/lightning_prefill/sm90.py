@@ -12,11 +12,13 @@ Per value head, with ``lam = exp(-slope)`` and chunks of 64 tokens of which ``L`
 | v             | [B, T, HV, 128] bf16  | in        | value head hv reads q/k head hv / (HV / H)   |
 | o             | [B, T, HV, 128] bf16  | out       | the rows of sequences are written, no others |
 | decay         | [H] or [HV] f32       | in        | slopes, at least 0                           |
-| initial_state | [P, HV, 128, 128] f32 | in        | by address, 0 = zeros; [V, K], K contiguous  |
-| final_state   | [P, HV, 128, 128] f32 | out       | by address, 0 = not wanted                   |
-| cu_seqlens    | [N + 1] int32, int64  | in        | by address, 0 = B sequences of T tokens      |
-| slots         | [N] int32, int64      | in        | by address, 0 = slot n; outside [0, P): pad  |
-| has_initial   | [N] bytes             | in        | by address, 0 = all                          |
+| initial_state | [P, HV, 128, 128] f32 | in        | 0 = zeros; [V, K], K contiguous              |
+| final_state   | [P, HV, 128, 128] f32 | out       | 0 = not wanted                               |
+| cu_seqlens    | [N + 1] int32, int64  | in        | 0 = B sequences of T tokens                  |
+| slots         | [N] int32, int64      | in        | 0 = slot n; outside [0, P): pad              |
+| has_initial   | [N] bytes             | in        | 0 = all                                      |
+
+Tensors but ``decay`` go by address, 0 where absent; strides and sizes are read from ``layout``.
 
 Work: a unit is (sequence, value head, ``config.rows`` rows of V); ``schedulers`` says which unit a
 CTA does. Rows of the state never meet, so the split over V changes no bit. The state stays in
@@ -29,6 +31,8 @@ registers, transposed to [V, K], and a warpgroup owns 64 of its rows.
 | PLAN  | 2            | the CTA's share of a few unequal sequences (``schedulers/balanced.py``)  |
 | SCORE | 4-7          | P = masked, decayed Q K^T in bf16, ahead of the state                    |
 | STATE | 8-11 (8-15)  | inter and intra products, the state, the output tile                     |
+
+LOAD, STORE and PLAN, and what all roles agree on, are in ``movers.py``.
 
 | product | role  | M, N, K   | A                        | B                   | WGMMA a chunk |
 | ------- | ----- | --------- | ------------------------ | ------------------- | ------------- |
@@ -69,47 +73,43 @@ chunk, whose P is 0 there.
 """
 
 from enum import IntEnum
+from typing import NamedTuple
 
 import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
-from linattn.device import ptx, tma, wgmma
+from linattn.device import wgmma
 from linattn.device.compat import AddressSpace, SmemAllocator
 from linattn.device.decay import decay_factor
 from linattn.device.layout import Layout
 from linattn.device.pipelines import Ring, init_rings
+from linattn.device.tokens import Tokens
 from linattn.kernels.lightning_prefill.config import (
     CHUNK,
     HEAD_DIM,
-    PLANNED,
-    PLANNED_SEQUENCES,
-    RANKED,
     SIGNATURE,
     TILE,
     WARPGROUP,
-    LightningPrefillConfig,
 )
-from linattn.schedulers import balanced, persistent, varlen
-
-WARPS = WARPGROUP // 32
+from linattn.kernels.lightning_prefill.movers import (
+    STATE_ROWS,
+    WARPS,
+    Mover,
+    Movers,
+    Rings,
+    State,
+    States,
+)
+from linattn.schedulers import persistent, varlen
 
 EARLY_LAUNCH_TOKENS = 512
 """Tokens of a CTA's last unit up to which the next launch may begin behind its last chunk."""
 
-STATE_ROWS = TILE // 2
-"""Rows of a state that fit where the Q or the K of a stage is."""
-
-STATE_HALF = STATE_ROWS * HEAD_DIM * 4
-"""Their bytes, which are those of the tile too."""
-
 
 class Role(IntEnum):
-    """First warp of each role."""
+    """First warp of each role behind the movers."""
 
-    LOAD = 0
-    STORE = 1
-    PLAN = 2
     SCORE = 4
     STATE = 8
 
@@ -121,28 +121,62 @@ class Barrier(IntEnum):
     STATE = 2
 
 
-class LightningPrefillSm90:
+class Layouts(NamedTuple):
+    """Shared-memory layouts of the tiles of Q and K, of K transposed, of V, P and the output."""
+
+    qk: cute.ComposedLayout
+    kt: cute.ComposedLayout
+    v: cute.ComposedLayout
+    p: cute.ComposedLayout
+    o: cute.ComposedLayout
+
+
+class Mmas(NamedTuple):
+    """Instruction shapes: of the score; of inter and intra; of the carry."""
+
+    score: cute.TiledMma
+    out: cute.TiledMma
+    carry: cute.TiledMma
+
+
+class Shared(NamedTuple):
+    """Tensors in shared memory.
+
+    q, k, p: tiles, one a stage of their ring.
+    v, o: likewise, one for each state warpgroup.
+    kt: the bytes of ``k``, MN-major.
+    decay: factors by distance: of SCORE, then of each state warpgroup.
+    weight: factors of the rows of V, of each state warpgroup.
+    """
+
+    q: cute.Tensor
+    k: cute.Tensor
+    kt: cute.Tensor
+    v: cute.Tensor
+    p: cute.Tensor
+    o: cute.Tensor
+    decay: cute.Tensor
+    weight: cute.Tensor
+
+
+class LightningPrefillSm90(Movers):
     """Builds and launches the kernel of one configuration."""
 
-    def __init__(self, config: LightningPrefillConfig):
-        self.config = config
-        self.groups = config.groups
-        self.qk_tiler = (CHUNK, HEAD_DIM)
-        self.v_tiler = (TILE, CHUNK)
-
-    def _layouts(self):
+    def _layouts(self) -> Layouts:
         """Shared-memory layouts; K and its MN-major view name the same bytes."""
         k_major = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
         mn_major = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.MN_SW128, BFloat16)
         stages, scores = self.config.stages, self.config.scores
         v_tiles, o_tiles = stages * self.groups, self.config.outputs * self.groups
-        self.qk_layout = cute.tile_to_shape(k_major, (CHUNK, HEAD_DIM, stages), order=(0, 1, 2))
-        self.kt_layout = cute.tile_to_shape(mn_major, (HEAD_DIM, CHUNK, stages), order=(1, 0, 2))
-        self.v_layout = cute.tile_to_shape(mn_major, (TILE, CHUNK, v_tiles), order=(1, 0, 2))
-        self.p_layout = cute.tile_to_shape(k_major, (CHUNK, CHUNK, scores), order=(0, 1, 2))
-        self.o_layout = cute.tile_to_shape(mn_major, (TILE, CHUNK, o_tiles), order=(1, 0, 2))
+        return Layouts(
+            qk=cute.tile_to_shape(k_major, (CHUNK, HEAD_DIM, stages), order=(0, 1, 2)),
+            kt=cute.tile_to_shape(mn_major, (HEAD_DIM, CHUNK, stages), order=(1, 0, 2)),
+            v=cute.tile_to_shape(mn_major, (TILE, CHUNK, v_tiles), order=(1, 0, 2)),
+            p=cute.tile_to_shape(k_major, (CHUNK, CHUNK, scores), order=(0, 1, 2)),
+            o=cute.tile_to_shape(mn_major, (TILE, CHUNK, o_tiles), order=(1, 0, 2)),
+        )
 
-    def _tiled_mmas(self):
+    def _tiled_mmas(self) -> Mmas:
         """The three instruction shapes; inter and intra share one."""
         k, mn = OperandMajorMode.K, OperandMajorMode.MN
         shared, register = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
@@ -151,7 +185,11 @@ class LightningPrefillSm90:
             op = warpgroup.MmaF16BF16Op(BFloat16, Float32, (64, n, 16), source, k, b_major)
             return cute.make_tiled_mma(op)
 
-        return tiled(CHUNK, shared, k), tiled(CHUNK, register, k), tiled(HEAD_DIM, register, mn)
+        return Mmas(
+            score=tiled(CHUNK, shared, k),
+            out=tiled(CHUNK, register, k),
+            carry=tiled(HEAD_DIM, register, mn),
+        )
 
     @cute.jit
     def __call__(
@@ -170,50 +208,18 @@ class LightningPrefillSm90:
         scale: Float32,
         stream,
     ):
-        self._layouts()
         x = Layout(SIGNATURE, layout)
-        planes, tokens, heads, value_heads = (x.size(name) for name in ("B", "T", "H", "HV"))
-        qk_shape = (planes, tokens, heads, HEAD_DIM)
-        v_shape = (planes, tokens, value_heads, HEAD_DIM)
-        gQ = tma.rows(q, qk_shape, x.strides("q"), final_state)
-        gK = tma.rows(k, qk_shape, x.strides("k"), final_state)
-        gV = tma.rows(v, v_shape, x.strides("v"), final_state)
-        gO = tma.rows(o, v_shape, x.strides("o"), final_state)
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        qk_tile = cute.slice_(self.qk_layout, (None, None, 0))
-        v_tile = cute.slice_(self.v_layout, (None, None, 0))
-        o_tile = cute.slice_(self.o_layout, (None, None, 0))
-        tdhb, dthb = (1, 3, 2, 0), (3, 1, 2, 0)  # the modes of [B, T, H, D] by letter
-        tma_q, mQ = tma.tile_atom(load, gQ, tdhb, qk_tile, self.qk_tiler)
-        tma_k, mK = tma.tile_atom(load, gK, tdhb, qk_tile, self.qk_tiler)
-        tma_v, mV = tma.tile_atom(load, gV, dthb, v_tile, self.v_tiler)
-        tma_o, mO = tma.ragged_store_atom(store, gO, o_tile, self.v_tiler)
-        states = (
-            (initial_state, *x.strides("initial_state")),
-            (final_state, *x.strides("final_state")),
-        )
-        batch = varlen.Batch(
-            x.size("N"),
-            value_heads,
-            cute.fast_divmod_create_divisor_v2(value_heads),
-            cute.fast_divmod_create_divisor_v2(value_heads // heads),
-            tokens,
-            cu_seqlens,
-            Int32(x.wide("cu_seqlens")),
-            slots,
-            Int32(x.wide("slots")),
-            has_initial,
-            x.size("P"),
-        )
+        layouts = self._layouts()
+        atoms, tensors = self.copies(x, Tokens(q, k, v, o), final_state, layouts)
         self.kernel(
-            (tma_q, tma_k, tma_v, tma_o),
-            (mQ, mK, mV, mO),
+            atoms,
+            tensors,
             decay,
-            states,
-            batch,
+            self.states_of(x, initial_state, final_state),
+            self.batch_of(x, cu_seqlens, slots, has_initial),
             scale,
             self._tiled_mmas(),
-            (self.qk_layout, self.kt_layout, self.v_layout, self.p_layout, self.o_layout),
+            layouts,
         ).launch(
             grid=(x.size("ctas"), 1, 1),
             block=(self.config.threads, 1, 1),
@@ -223,160 +229,76 @@ class LightningPrefillSm90:
         )
 
     @cute.kernel
-    def kernel(self, atoms, tensors, decay, states, batch, scale: Float32, mmas, layouts):
-        mO = tensors[3]
+    def kernel(
+        self,
+        atoms: Tokens,
+        tensors: Tokens,
+        decay: cute.Tensor,
+        states: States,
+        batch: varlen.Batch,
+        scale: Float32,
+        mmas: Mmas,
+        layouts: Layouts,
+    ):
         config, groups = self.config, self.groups
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp_index == Role.LOAD:
+        if warp_index == Mover.LOAD:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
 
         smem = SmemAllocator()
-        qk_layout, kt_layout, v_layout, p_layout, o_layout = layouts
-        sQ = smem.allocate_tensor(BFloat16, qk_layout.outer, 1024, qk_layout.inner)
-        sK = smem.allocate_tensor(BFloat16, qk_layout.outer, 1024, qk_layout.inner)
-        sV = smem.allocate_tensor(BFloat16, v_layout.outer, 1024, v_layout.inner)
-        sP = smem.allocate_tensor(BFloat16, p_layout.outer, 1024, p_layout.inner)
-        sO = smem.allocate_tensor(BFloat16, o_layout.outer, 1024, o_layout.inner)
-        sKt = cute.make_tensor(sK.iterator, kt_layout.outer)
+        qk, v, p, o = layouts.qk, layouts.v, layouts.p, layouts.o
+        sQ = smem.allocate_tensor(BFloat16, qk.outer, 1024, qk.inner)
+        sK = smem.allocate_tensor(BFloat16, qk.outer, 1024, qk.inner)
+        sV = smem.allocate_tensor(BFloat16, v.outer, 1024, v.inner)
+        sP = smem.allocate_tensor(BFloat16, p.outer, 1024, p.inner)
+        sO = smem.allocate_tensor(BFloat16, o.outer, 1024, o.inner)
+        sKt = cute.make_tensor(sK.iterator, layouts.kt.outer)
         sDecay = smem.allocate_tensor(Float32, cute.make_layout((CHUNK + 1, 1 + groups)), 4)
         sWeight = smem.allocate_tensor(Float32, cute.make_layout((2 * CHUNK, groups)), 4)
-        sSpan = smem.allocate_tensor(Int32, cute.make_layout((RANKED, 2)), 16)
-        sOrder = smem.allocate_tensor(Int32, cute.make_layout((3, RANKED)), 4)
-        sPlan = smem.allocate_tensor(Int32, cute.make_layout(PLANNED + 1), 4)
+        shared = Shared(sQ, sK, sKt, sV, sP, sO, sDecay, sWeight)
+        order = self.allocate_order(smem)
         state_warps = WARPS * groups
-        inputs = Ring(smem, config.stages, 1, WARPS + state_warps, config.stage_bytes())
-        scores = Ring(smem, config.scores, WARPS, state_warps)
-        outputs = Ring(smem, config.outputs, state_warps, 1)
-        plans = Ring(smem, 1, 1, 1)
-        init_rings((inputs, scores, outputs, plans), warp_index)
+        rings = Rings(
+            inputs=Ring(smem, config.stages, 1, WARPS + state_warps, config.stage_bytes()),
+            scores=Ring(smem, config.scores, WARPS, state_warps),
+            outputs=Ring(smem, config.outputs, state_warps, 1),
+            plans=Ring(smem, 1, 1, 1),
+        )
+        init_rings(rings, warp_index)
 
         # Everything above overlaps the tail of the kernel before; memory is read from here on.
         cute.arch.griddepcontrol_wait()
-        ctas, _, _ = cute.arch.grid_dim()
-        units = batch.units(config.splits)
-        order_of = Int32(persistent.AS_THEY_COME)
-        if batch.cu_seqlens != 0 and batch.sequences <= RANKED and ctas < units:
-            order_of = Int32(persistent.RANKED)
-            if batch.sequences <= PLANNED_SEQUENCES and units <= PLANNED:
-                order_of = Int32(persistent.PLANNED)
-            varlen.rank(batch, sSpan, sOrder)
-        else:
-            cute.arch.sync_threads()
-        work = persistent.Work(batch, units, order_of, sOrder, sPlan, plans)
-
+        work = self.work_of(batch, order, rings.plans)
         if warp_index < Role.SCORE:
             cute.arch.setmaxregister_decrease(config.registers[0])
-            if warp_index == Role.LOAD:
-                self.load(inputs, work, atoms, tensors, (sQ, sK, sV), states[0])
-            elif warp_index == Role.STORE:
-                self.store(outputs, work, atoms[3], mO, sO)
-            elif warp_index == Role.PLAN and order_of == persistent.PLANNED:
-                per_sequence = batch.value_heads * config.splits
-                balanced.plan(batch.sequences, per_sequence, ctas, CHUNK, sOrder, sPlan)
-                plans.publish(0)
+            self.move(warp_index, rings, work, atoms, tensors, shared, states)
         elif warp_index < Role.STATE:
             cute.arch.setmaxregister_decrease(config.registers[1])
-            shared = (sQ, sK, sP, sDecay)
-            self.score(inputs, scores, work, decay, mmas[0], shared, states[0])
+            self.score(rings, work, decay, mmas.score, shared, states.initial)
         else:
             cute.arch.setmaxregister_increase(config.registers[2])
-            shared = (sQ, sK, sKt, sV, sP, sO, sDecay, sWeight)
-            self.state((inputs, scores, outputs), work, decay, mmas, shared, states, scale)
+            self.state(rings, work, decay, mmas, shared, states, scale)
 
     @cute.jit
-    def load(self, inputs, work, atoms, tensors, shared, initial):
-        """LOAD: bring a unit's initial state and the tiles of every chunk."""
-        batch = work.batch
-        mQ, mK, mV, _ = tensors
-        sQ, sK, sV = shared
-        index, _, _ = cute.arch.block_idx()
-        done, step = Int32(0), Int32(0)
-        while index < work.units:
-            unit = varlen.unit(index, batch, work.order_of, work.order, self.config.splits)
-            slot = varlen.slot(batch, unit.sequence)
-            if self.starts_from(initial, slot):
-                start = self.state_address(initial, slot, unit.head, unit.rows * self.groups)
-                for _ in cutlass.range(self.groups, unroll=1):
-                    self.load_state(inputs, step, start, (sQ, sK))
-                    start += 2 * STATE_HALF
-                    step += 1
-            qk_head = unit.head // batch.by_group
-            gQ = cute.domain_offset((unit.start, 0), mQ[None, None, qk_head, unit.plane])
-            gK = cute.domain_offset((unit.start, 0), mK[None, None, qk_head, unit.plane])
-            gV = cute.domain_offset((0, unit.start), mV[None, None, unit.head, unit.plane])
-            tQs, tQg = tma.tiles(atoms[0], sQ, gQ, self.qk_tiler, (None, 0))
-            tKs, tKg = tma.tiles(atoms[1], sK, gK, self.qk_tiler, (None, 0))
-            tVs, tVg = tma.tiles(atoms[2], sV, gV, self.v_tiler, (None, None))
-            for chunk in cutlass.range(cute.ceil_div(unit.length, CHUNK), unroll=1):
-                inputs.acquire(step)
-                full = inputs.announce(step)
-                stage = inputs.stage(step)
-                cute.copy(atoms[0], tQg[None, chunk], tQs[None, stage], tma_bar_ptr=full)
-                cute.copy(atoms[1], tKg[None, chunk], tKs[None, stage], tma_bar_ptr=full)
-                for group in cutlass.range_constexpr(self.groups):
-                    source = tVg[None, unit.rows * self.groups + group, chunk]
-                    target = tVs[None, stage * self.groups + group]
-                    cute.copy(atoms[2], source, target, tma_bar_ptr=full)
-                step += 1
-            done += 1
-            index = persistent.following(index, done, work)
-
-    @cute.jit
-    def starts_from(self, initial, slot):
-        """Whether a unit reads an initial state; every role takes its steps from this."""
-        return initial[0] != 0 and slot.known
-
-    @cute.jit
-    def load_state(self, inputs, step, start, shared):
-        """LOAD: 64 rows of a state, which lie one behind the other, in two halves."""
-        inputs.acquire(step)
-        full = inputs.announce(step, 2 * STATE_HALF).toint()
-        with cute.arch.elect_one():
-            for half in cutlass.range_constexpr(2):
-                target = self.stage_address(shared[half], inputs.stage(step))
-                ptx.bulk_load(target, start + half * STATE_HALF, STATE_HALF, full)
-
-    def stage_address(self, tiles, stage):
-        """Shared-memory address of a stage of Q or K."""
-        return tiles.iterator.toint() + stage * STATE_HALF
-
-    @cute.jit
-    def store(self, outputs, work, atom, mO, sO):
-        """STORE: write finished tiles; what lies behind a sequence's end is dropped."""
-        batch = work.batch
-        index, _, _ = cute.arch.block_idx()
-        done, step = Int32(0), Int32(0)
-        while index < work.units:
-            unit = varlen.unit(index, batch, work.order_of, work.order, self.config.splits)
-            gO = mO[None, None, unit.start + unit.length, unit.head, unit.plane]
-            gO = cute.domain_offset((0, batch.tokens - unit.length), gO)
-            tOs, tOg = tma.tiles(atom, sO, gO, self.v_tiler, (None, None))
-            for chunk in cutlass.range(cute.ceil_div(unit.length, CHUNK), unroll=1):
-                outputs.wait(step)
-                with cute.arch.elect_one():  # a TMA store is issued by every lane that reaches it
-                    for group in cutlass.range_constexpr(self.groups):
-                        source = tOs[None, outputs.stage(step) * self.groups + group]
-                        target = tOg[None, unit.rows * self.groups + group, chunk]
-                        cute.copy(atom, source, target)
-                    cute.arch.cp_async_bulk_commit_group()
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-                outputs.release(step)
-                step += 1
-            done += 1
-            index = persistent.following(index, done, work)
-
-    @cute.jit
-    def score(self, inputs, scores, work, decay, mma, shared, initial):
+    def score(
+        self,
+        rings: Rings,
+        work: persistent.Work,
+        decay: cute.Tensor,
+        mma: cute.TiledMma,
+        shared: Shared,
+        initial: State,
+    ):
         """SCORE: P of every chunk, up to ``config.scores`` chunks ahead of the state."""
         batch = work.batch
-        sQ, sK, sP, sDecay = shared
+        inputs, scores = rings.inputs, rings.scores
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         part = mma.get_slice(thread)
-        tAq = part.make_fragment_A(part.partition_A(sQ))
-        tBk = part.make_fragment_B(part.partition_B(sK))
+        tAq = part.make_fragment_A(part.partition_A(shared.q))
+        tBk = part.make_fragment_B(part.partition_B(shared.k))
         accP = wgmma.accumulator(part, (CHUNK, CHUNK))
-        store_p = self.tile_store(mma, thread, sP, False)
+        store_p = self.tile_store(mma, thread, shared.p, False)
         factors = cute.make_rmem_tensor(cute.make_layout((2, 9)), Float32)
         index, _, _ = cute.arch.block_idx()
         done, step, read = Int32(0), Int32(0), Int32(0)  # `read` counts steps of inputs
@@ -388,7 +310,7 @@ class LightningPrefillSm90:
                     inputs.release(read + group)
                 read += self.groups
             slope = self.slope_of(decay, batch, unit.head)
-            self.score_factors(slope, thread, sDecay, factors)
+            self.score_factors(slope, thread, shared.decay, factors)
             for chunk in cutlass.range(cute.ceil_div(unit.length, CHUNK), unroll=1):
                 stage = inputs.stage(read)
                 inputs.wait(read)
@@ -397,7 +319,7 @@ class LightningPrefillSm90:
                 wgmma.issue(mma, accP, tAq_stage, tBk_stage, False)
                 warpgroup.wait_group(0)
                 if unit.length - chunk * CHUNK < CHUNK:
-                    self.clear_keys(sK, stage, unit.length - chunk * CHUNK, thread)
+                    self.clear_keys(shared.k, stage, unit.length - chunk * CHUNK, thread)
                 inputs.release(read)
                 scores.acquire(step)
                 self.emit_score(accP, factors, thread, store_p, scores.stage(step))
@@ -408,41 +330,48 @@ class LightningPrefillSm90:
             index = persistent.following(index, done, work)
 
     @cute.jit
-    def state(self, rings, work, decay, mmas, shared, states, scale):
+    def state(
+        self,
+        rings: Rings,
+        work: persistent.Work,
+        decay: cute.Tensor,
+        mmas: Mmas,
+        shared: Shared,
+        states: States,
+        scale: Float32,
+    ):
         """STATE: a chunk's inter product, then intra on top of it and the carry side by side.
 
         ptxas serialises all WGMMA of a kernel that writes an accumulator while another is in flight
         (advisory C7515), so both decays happen with nothing outstanding.
         """
         batch = work.batch
-        inputs, scores, outputs = rings
-        sQ, sK, sKt, sV, sP, sO, sDecay, sWeight = shared
+        inputs, scores, outputs = rings.inputs, rings.scores, rings.outputs
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = (warp_index - Role.STATE) // WARPS
-        _, out_mma, carry_mma = mmas
-        out_thr, carry_thr = out_mma.get_slice(thread), carry_mma.get_slice(thread)
-        tBq = out_thr.make_fragment_B(out_thr.partition_B(sQ))
-        tBp = out_thr.make_fragment_B(out_thr.partition_B(sP))
-        tBkt = carry_thr.make_fragment_B(carry_thr.partition_B(sKt))
+        out_thr, carry_thr = mmas.out.get_slice(thread), mmas.carry.get_slice(thread)
+        tBq = out_thr.make_fragment_B(out_thr.partition_B(shared.q))
+        tBp = out_thr.make_fragment_B(out_thr.partition_B(shared.p))
+        tBkt = carry_thr.make_fragment_B(carry_thr.partition_B(shared.kt))
         accO = wgmma.accumulator(out_thr, (TILE, CHUNK))
         accS = wgmma.accumulator(carry_thr, (TILE, HEAD_DIM))
         rState = wgmma.operand_a(out_thr, (TILE, HEAD_DIM))
         rV = wgmma.operand_a(out_thr, (TILE, CHUNK))
         rVw = wgmma.operand_a(carry_thr, (TILE, CHUNK))
-        load_v = self.transposed_load(out_mma, thread, sV, rV)
-        store_o = self.tile_store(out_mma, thread, sO, True)
+        load_v = self.transposed_load(mmas.out, thread, shared.v, rV)
+        store_o = self.tile_store(mmas.out, thread, shared.o, True)
         factors = cute.make_rmem_tensor(cute.make_layout((2, 8)), Float32)
-        tables = (sDecay[None, 1 + group], sWeight[None, group])
+        tables = (shared.decay[None, 1 + group], shared.weight[None, group])
         index, _, _ = cute.arch.block_idx()
         done, step, read = Int32(0), Int32(0), Int32(0)  # `read` counts steps of inputs
         while index < work.units:
             unit = varlen.unit(index, batch, work.order_of, work.order, self.config.splits)
             slot = varlen.slot(batch, unit.sequence)
             tile = unit.rows * self.groups + group
-            if self.starts_from(states[0], slot):
+            if self.starts_from(states.initial, slot):
                 inputs.wait(read + group)
-                self.read_state((sQ, sK), inputs.stage(read + group), thread, accS)
+                self.read_state(shared, inputs.stage(read + group), thread, accS)
                 for other in cutlass.range_constexpr(self.groups):
                     inputs.wait(read + other)
                     inputs.release(read + other)
@@ -458,15 +387,15 @@ class LightningPrefillSm90:
                 self.decay_state(accS, tables[0][valid])
                 inputs.wait(read)
                 warpgroup.fence()
-                wgmma.issue(out_mma, accO, rState, tBq[None, None, None, stage], False)
+                wgmma.issue(mmas.out, accO, rState, tBq[None, None, None, stage], False)
                 v_tile = stage * self.groups + group
                 self.weigh_values(load_v, v_tile, rV, rVw, thread, tables[1], CHUNK - valid)
                 scores.wait(step)
                 warpgroup.wait_group(0)
                 self.decay_inter(accO, factors)
                 warpgroup.fence()
-                wgmma.issue(out_mma, accO, rV, tBp[None, None, None, scores.stage(step)], True)
-                wgmma.issue(carry_mma, accS, rVw, tBkt[None, None, None, stage], True)
+                wgmma.issue(mmas.out, accO, rV, tBp[None, None, None, scores.stage(step)], True)
+                wgmma.issue(mmas.carry, accS, rVw, tBkt[None, None, None, stage], True)
                 warpgroup.wait_group(1)
                 scores.release(step)
                 outputs.acquire(step)
@@ -481,14 +410,7 @@ class LightningPrefillSm90:
             index = persistent.following(index, done, work)
             if index >= work.units and unit.length <= EARLY_LAUNCH_TOKENS:
                 cute.arch.griddepcontrol_launch_dependents()
-            self.write_state(states[1], slot, unit.head, tile, thread, accS)
-
-    @cute.jit
-    def slope_of(self, decay, batch, head):
-        """Slope of a value head from a vector over those or over query/key heads."""
-        if decay.shape[0] != batch.value_heads:
-            head = head // batch.by_group.divisor  # the quick way costs STATE registers it lacks
-        return decay[head]
+            self.write_state(states.final, slot, unit.head, tile, thread, accS)
 
     def transposed_load(self, mma, thread, sV, rV):
         """ldmatrix of a V tile, stored [j, v], as the A operand V^T."""
@@ -549,14 +471,8 @@ class LightningPrefillSm90:
             for n in cutlass.range_constexpr(8):
                 factors[p, n] = sDecay[column + 8 * n + p + 1]
 
-    def state_address(self, state, slot, head, tile) -> Int64:
-        """Address of 64 rows of one state; the offset is 64-bit."""
-        address, stride_b, stride_h = state
-        offset = Int64(slot.index) * stride_b + Int64(head) * stride_h
-        return address + (offset + Int64(tile) * (TILE * HEAD_DIM)) * 4
-
     @cute.jit
-    def read_state(self, shared, stage, thread, accS):
+    def read_state(self, shared: Shared, stage, thread, accS):
         """64 rows of an initial state from a stage into the accumulator.
 
         The rows are 512 bytes apart, so eight lanes that read the same columns of eight rows would
@@ -565,9 +481,9 @@ class LightningPrefillSm90:
         """
         row, column = wgmma.thread_position(thread)
         turn = row % 8
-        apart = self.stage_address(shared[1], 0) - self.stage_address(shared[0], 0)
+        apart = self.stage_address(shared.k, 0) - self.stage_address(shared.q, 0)
         within = (row % STATE_ROWS * HEAD_DIM + 8 * turn + column) * 4 + row // STATE_ROWS * apart
-        start = self.stage_address(shared[0], stage) + within
+        start = self.stage_address(shared.q, stage) + within
         pair = cute.make_layout(2)
         for n in cutlass.range_constexpr(HEAD_DIM // 8):
             for h in cutlass.range_constexpr(2):
@@ -585,9 +501,9 @@ class LightningPrefillSm90:
             accS[j] = cutlass.select_(wanted, before[j ^ (4 * distance)], before[j])
 
     @cute.jit
-    def write_state(self, final, slot, head, tile, thread, accS):
+    def write_state(self, final: State, slot, head, tile, thread, accS):
         """Final state to memory when it is wanted; a padded sequence has none."""
-        if final[0] != 0 and slot.alive:
+        if final.address != 0 and slot.alive:
             start = self.state_address(final, slot, head, tile)
             wgmma.store_rows(accS, thread, start, HEAD_DIM)
 
@@ -603,18 +519,6 @@ class LightningPrefillSm90:
                 for p in range(2):
                     j = 4 * n + 2 * h + p
                     accO[j] = accO[j] * factors[p, n]
-
-    @cute.jit
-    def clear_keys(self, sK, stage, valid: Int32, thread):
-        """Zero the rows of K behind a sequence's end.
-
-        The score has read them, into columns that are masked; the carry waits for this chunk's P.
-        """
-        row, half = thread % CHUNK, thread // CHUNK
-        if row >= valid:
-            for i in cutlass.range_constexpr(HEAD_DIM // 2):
-                sK[row, half * (HEAD_DIM // 2) + i, stage] = BFloat16(0.0)
-        cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
     def weigh_values(self, load_v, tile, rV, rVw, thread, sWeight, dead: Int32):
