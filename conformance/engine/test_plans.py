@@ -1,0 +1,244 @@
+"""Plans: what a call needs is found once, for every size; and never mixed up with another's."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import Recorder
+from hypothesis import given
+from hypothesis import strategies as st
+
+import linattn
+from linattn.host import launch, plan, validate
+
+pytestmark = pytest.mark.dispatch
+
+SAME = pytest.mark.claim("CE-04", "a call at new sizes launches what a first call would launch")
+ONCE = pytest.mark.claim("CE-05", "sizes never seen before are not validated anew")
+BOUNDED = pytest.mark.claim("CE-06", "what is remembered of calls is bounded, whatever sizes come")
+
+D = 128
+Inputs = dict[str, Any]
+
+
+def rows(towers: int, tokens: int, heads: int, wide: bool) -> torch.Tensor:
+    """A tensor of its own, or the heads of a wider one."""
+    buffer = torch.zeros(towers, tokens, heads + 2 * wide, D, dtype=torch.bfloat16)
+    return buffer[:, :, wide : wide + heads]
+
+
+def fixed(sizes: tuple[int, int], wide: bool, states: bool) -> Inputs:
+    batch, tokens = sizes
+    inputs = {name: rows(batch, tokens, h, wide) for name, h in (("q", 2), ("k", 2), ("v", 4))}
+    inputs |= {"decay": torch.zeros(4), "output_final_state": True}
+    if states:
+        inputs["initial_state"] = torch.zeros(batch, 4, D, D)
+        inputs["out"] = rows(batch, tokens, 4, wide)
+    return inputs
+
+
+def packed(sizes: tuple[int, int], wide: bool, states: bool) -> Inputs:
+    sequences, tokens = sizes
+    inputs = fixed((1, tokens), wide, False) | {"cu_seqlens": torch.zeros(sequences + 1).int()}
+    del inputs["output_final_state"]
+    if states:
+        inputs["state_pool"] = torch.zeros(5, 4, D, D)
+        inputs["initial_state_indices"] = torch.zeros(sequences, dtype=torch.int64)
+        inputs["has_initial_state"] = torch.ones(sequences, dtype=torch.bool)
+        inputs["out"] = rows(1, tokens, 4, wide)
+    return inputs
+
+
+def draft(sizes: tuple[int, int], wide: bool, states: bool) -> Inputs:
+    batch, tokens = sizes[0], 1 + sizes[1] % 8
+    inputs = {name: rows(batch, tokens, h, wide) for name, h in (("q", 2), ("k", 2), ("v", 4))}
+    inputs |= {"state_pool": torch.zeros(5, 4, D, D), "decay": torch.zeros(2)}
+    if states:
+        inputs["state_indices"] = torch.zeros(2 * batch).int()[::2]
+        inputs["k_buffer"], inputs["v_buffer"] = rows(5, 8, 2, wide), rows(5, 8, 4, wide)
+        inputs["accepted_len"] = torch.zeros(batch).int()
+        inputs["out"] = rows(batch, tokens, 4, wide)
+    return inputs
+
+
+FORMS: dict[str, Callable[..., Inputs]] = {
+    "lightning_attn_fwd": fixed,
+    "lightning_attn_fwd_varlen": packed,
+    "la_verify_kvbuffer": draft,
+}
+
+
+def described(recorder: Recorder, inputs: Inputs) -> Any:
+    """The last launch in a form to compare, without the addresses of what each call makes."""
+    name, config, call = recorder.launches[-1]
+    ours = {x.data_ptr() for x in inputs.values() if isinstance(x, torch.Tensor)}
+    accesses = [
+        (x.spec.name, x.address if x.address in ours else None, x.shape, x.strides, x.itemsize)
+        for x in call.accesses
+    ]
+    return name, config, call.values, accesses
+
+
+@SAME
+@given(
+    name=st.sampled_from(sorted(FORMS)),
+    calls=st.lists(
+        st.tuples(st.tuples(st.integers(0, 5), st.integers(0, 40)), st.booleans(), st.booleans()),
+        min_size=2,
+        max_size=12,
+    ),
+)
+def test_new_sizes(name: str, calls: list[Any]) -> None:
+    """Sizes of 0 and 1 included, contiguous and not, with all optional tensors and with none."""
+    function = getattr(linattn, name)
+    with launch.use_launcher(Recorder()) as recorder:
+        assert isinstance(recorder, Recorder)
+        for sizes, wide, states in calls:
+            inputs = FORMS[name](sizes, wide, states)
+            with launch.use_launcher(Recorder()) as first:
+                assert isinstance(first, Recorder)
+                expected = function(**inputs)
+            count = len(recorder.launches)
+            results = function(**inputs)
+            assert len(recorder.launches) - count == len(first.launches)
+            if first.launches:
+                assert described(recorder, inputs) == described(first, inputs)
+            for one, other in zip(results, expected):
+                assert (one.shape, one.stride()) == (other.shape, other.stride())
+
+
+@pytest.fixture
+def validated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Calls of the whole check."""
+    calls: list[Any] = []
+    check = validate.check
+
+    def counted(function: Any, *rest: Any) -> Any:
+        calls.append(function.name)
+        return check(function, *rest)
+
+    monkeypatch.setattr(validate, "check", counted)
+    return calls
+
+
+@ONCE
+@pytest.mark.parametrize("states", [False, True], ids=["alone", "with states"])
+@pytest.mark.parametrize("name", sorted(FORMS))
+def test_one_validation_serves_all_sizes(
+    name: str, states: bool, recorder: Recorder, validated: list[Any]
+) -> None:
+    function = getattr(linattn, name)
+    for first in range(2, 5):
+        for second in (16, 24, 800):  # one number of drafts
+            function(**FORMS[name]((first, second), False, states))
+    assert validated == [name]
+    assert len(recorder.launches) == 9
+
+
+@ONCE
+def test_what_new_sizes_do_not_hide(recorder: Recorder, validated: list[Any]) -> None:
+    """Sizes that disagree, and a pool that has become too small, are refused beside warm plans."""
+    function = linattn.lightning_attn_fwd_varlen
+    for tokens in (4, 5):
+        function(**packed((3, tokens), False, True))
+    good = packed((4, 9), False, True)
+    for name in ("k", "v", "out"):
+        with pytest.raises(ValueError, match=f"{name}: got shape"):
+            function(**good | {name: good[name][:, :8]})
+    for name in ("initial_state_indices", "has_initial_state"):
+        with pytest.raises(ValueError, match=f"{name}: got shape"):
+            function(**good | {name: good[name][:3]})
+    indexless = {"initial_state_indices": None}
+    function(**good | indexless)
+    with pytest.raises(ValueError, match="state_pool: got P = 5 slots, expected at least N = 6"):
+        function(**packed((6, 9), False, True) | indexless)
+    launches = len(recorder.launches)
+    function(**good)
+    assert len(recorder.launches) == launches + 1
+
+
+@ONCE
+def test_outputs_that_would_overlap_themselves(recorder: Recorder) -> None:
+    """One token may have any stride; with two of them the elements meet."""
+    memory = torch.zeros(4096, dtype=torch.bfloat16)
+    given = packed((1, 1), False, True)
+    given["out"] = memory.as_strided((1, 1, 4, D), (0, 8, D, 1))
+    linattn.lightning_attn_fwd_varlen(**given)
+    given = packed((1, 2), False, True)
+    given["out"] = memory.as_strided((1, 2, 4, D), (0, 8, D, 1))
+    with pytest.raises(ValueError, match=r"out: got shape .* every element has its own address"):
+        linattn.lightning_attn_fwd_varlen(**given)
+
+
+@BOUNDED
+def test_memory_of_many_sizes(recorder: Recorder, validated: list[Any]) -> None:
+    """Without the garbage collector: what gives way is freed at once."""
+    big = packed((4, 5000), False, True)
+    known = {"q", "k", "v", "out"}
+
+    def call(tokens: int) -> None:
+        linattn.lightning_attn_fwd_varlen(
+            **{name: x[:, :tokens] if name in known else x for name, x in big.items()}
+        )
+        recorder.launches.clear()
+
+    gc.collect()
+    gc.disable()
+    try:
+        for tokens in range(1, 2500):
+            call(tokens)
+        before = sys.getallocatedblocks()
+        for tokens in range(2500, 5000):
+            call(tokens)
+        after = sys.getallocatedblocks()
+    finally:
+        gc.enable()
+    assert validated == ["lightning_attn_fwd_varlen"]
+    assert after - before < 250
+    (recipes,) = recorder.recipes.values()
+    assert len(recipes) == 1
+    assert len(recipes[0].plans) == plan.RECENT
+
+
+@SAME
+def test_threads(recorder: Recorder) -> None:
+    """Each with sizes of its own, which drive out those of the others."""
+    problems: list[Exception] = []
+
+    def calls(seed: int) -> None:
+        try:
+            for tokens in random.Random(seed).choices(range(1, 200), k=300):
+                inputs = packed((2, tokens), False, True)
+                linattn.lightning_attn_fwd_varlen(**inputs)
+                mine = [x for x in list(recorder.launches) if at_q(x) == inputs["q"].data_ptr()]
+                assert mine[-1][2].values["T"] == tokens
+        except Exception as error:
+            problems.append(error)
+
+    def at_q(launched: Any) -> int:
+        return next(x.address for x in launched[2].accesses if x.spec.name == "q")
+
+    threads = [threading.Thread(target=calls, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+    assert len(recorder.launches) == 1200
+
+
+@BOUNDED
+def test_recipes_give_way(recorder: Recorder) -> None:
+    for heads in range(1, 3 * plan.RECIPES):
+        x = rows(1, 4, heads, False)
+        linattn.lightning_attn_fwd(x, x.clone(), x.clone(), torch.zeros(heads))
+    (recipes,) = recorder.recipes.values()
+    assert len(recipes) == plan.RECIPES
+    assert len(recorder.plans) == 1
