@@ -46,7 +46,7 @@ def files_of(call: Callable[[], Any], tensor: torch.Tensor) -> list[str]:
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
         name = frame.f_code.co_filename
-        ours = name.startswith((str(ROOT), "<linattn."))
+        ours = name.startswith((str(ROOT), "<linattn"))
         if event == "call" and ours and not frame.f_code.co_name.startswith("<"):
             if holds(frame, tensor):
                 file = name if name.startswith("<") else str(Path(name).relative_to(ROOT))

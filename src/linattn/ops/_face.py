@@ -65,9 +65,6 @@ def _written(face: Face) -> Any:
         "_empty": torch.empty,
         "_face": face,
         "_find": plan.find,
-        "_function": face.function,
-        "_names": face.given,
-        "_switches": face.switches,
         "_grad_enabled": torch.is_grad_enabled,
         "_idle": _idle,
         "_inspect": plan.inspect,
@@ -106,7 +103,7 @@ def _idle(
         if isinstance(decider, Tensor) or decider is False:
             results.append(decider if isinstance(decider, Tensor) else None)
             continue
-        fresh = _empty(face.function.signature[name], shape, made.device)
+        fresh = _empty(face.function.signature[name], shape, made.recipe.device)
         if name in face.function.starts:
             start = tensors.get(face.function.starts[name])
             fresh = fresh.zero_() if start is None else fresh.copy_(start)

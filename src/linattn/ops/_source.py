@@ -79,12 +79,12 @@ def _body(face: Face, elsewhere: str) -> list[str]:
     lines += [
         "_plan = _launcher.plans.get(_form)",
         "if _plan is None or not _plan.matches(*_given):",
-        "    _labels, _flags = _names(_form), _switches(_form)",
-        f"    _plan = _find(_launcher, _function, _form, _labels, _given, _flags, {redirect})",
+        f"    _plan = _find(_launcher, _face, _form, _given, {redirect})",
     ]
     if redirect:
         lines += ["    if _plan is None:", f"        {elsewhere}"]
-    lines += ["if _plan.grads and _grad_enabled():", "    _refuse_grad(_face, _form, _given)"]
+    lines += ["_recipe = _plan.recipe", "if _recipe.grads and _grad_enabled():"]
+    lines.append("    _refuse_grad(_face, _form, _given)")
     deciders = "".join(f"{argument}, " for argument in face.function.results.values())
     lines += [
         "_run = _plan.run",
@@ -163,9 +163,9 @@ def _launch(face: Face) -> list[str]:
     function = face.function
     lines = []
     whole = [name for name, spec in face.tensors.items() if spec.whole]
-    lines += [line for x in whole for line in ("if _plan.detach:", f"    {x} = {x}.detach()")]
+    lines += [line for x in whole for line in ("if _recipe.detach:", f"    {x} = {x}.detach()")]
     for number, (name, argument) in enumerate(function.results.items()):
-        make = f"_empty(_plan.shapes[{number}], dtype=_dtype_{name}, device=_plan.device)"
+        make = f"_empty(_plan.shapes[{number}], dtype=_dtype_{name}, device=_recipe.device)"
         given = argument in face.tensors
         lines += [
             f"if {argument} is None:" if given else f"if {argument}:",
@@ -186,7 +186,7 @@ def _launch(face: Face) -> list[str]:
             arguments.append(f"_at_{labels[spec.name]}" if spec.name in labels else "0")
     arguments += ["_plan.layout_at", *(name for name, _ in function.operator.signature.scalars)]
     call = f"_run({', '.join(arguments)})"
-    lines += ["_guard = _launcher.guard(_plan.device)", "if _guard is None:", f"    {call}"]
+    lines += ["_guard = _launcher.guard(_recipe.device)", "if _guard is None:", f"    {call}"]
     lines += ["else:", "    with _guard:", f"        {call}"]
     if function.results:
         lines.append("return " + ", ".join(f"_new_{name}" for name in function.results))
