@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Recorder
 from hypothesis import given
 from hypothesis import strategies as st
+from recording import Recorder
 
 import linattn
 from linattn.host import launch, plan, validate
@@ -237,9 +237,25 @@ def test_threads(recorder: Recorder) -> None:
 
 @BOUNDED
 def test_recipes_give_way(recorder: Recorder) -> None:
-    for heads in range(1, 3 * plan.RECIPES):
+    """Without the garbage collector, too."""
+
+    def call(heads: int) -> None:
         x = rows(1, 4, heads, False)
         linattn.lightning_attn_fwd(x, x.clone(), x.clone(), torch.zeros(heads))
+        recorder.launches.clear()
+
+    gc.collect()
+    gc.disable()
+    try:
+        for heads in range(1, 3 * plan.RECIPES):
+            call(heads)
+        before = sys.getallocatedblocks()
+        for heads in range(1, 9 * plan.RECIPES):
+            call(heads)
+        after = sys.getallocatedblocks()
+    finally:
+        gc.enable()
+    assert after - before < 1000
     (recipes,) = recorder.recipes.values()
     assert len(recipes) == plan.RECIPES
     assert len(recorder.plans) == 1

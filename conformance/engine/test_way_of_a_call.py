@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Recorder
+from recording import Recorder
 
 import linattn
 

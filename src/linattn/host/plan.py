@@ -174,7 +174,7 @@ class Recipe:
         self.plans: dict[tuple[int, ...], Plan] = {}
         self.lock = threading.Lock()
         self.settled: tuple[tuple[int, ...], Sequence[int]] = (), ()
-        self.latest: Plan
+        self.latest: Plan | None = None
         self.counts = "" if function.slots is None else function.slots[1]
         # A function without indices gives request n slot n.
         self.by_place = function.slots is not None and not any(
@@ -258,6 +258,11 @@ class Recipe:
         for at, spec in reading.watched:
             validate.writes_once(spec, given[at])
         return self._made(key)
+
+    def forget(self) -> None:
+        """Drop all plans, which refer to this recipe, so that it is freed as soon as nobody uses
+        it."""
+        self.plans, self.latest = {}, None
 
     def first(self) -> Plan:
         """The plan of the call that the recipe was made for."""
@@ -359,7 +364,7 @@ def find(
     plan: Plan | None
     for recipe in recipes:
         plan = recipe.latest
-        if plan is not latest and plan.matches(*given):
+        if plan is not None and plan is not latest and plan.matches(*given):
             launcher.plans[form] = plan
             return plan
     for recipe in recipes:
@@ -375,7 +380,10 @@ def find(
     problem = validate.check(face.function, tensors, launcher.expects)
     recipe = Recipe(launcher, face.function, tensors, face.switches(form), problem)
     plan = recipe.first()
-    launcher.recipes[form] = (recipe, *launcher.recipes.get(form, ())[: RECIPES - 1])
+    older = launcher.recipes.get(form, ())
+    launcher.recipes[form] = (recipe, *older[: RECIPES - 1])
+    for dropped in older[RECIPES - 1 :]:
+        dropped.forget()
     launcher.plans[form] = plan
     return plan
 

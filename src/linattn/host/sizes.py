@@ -201,16 +201,19 @@ def _compiled(text: _Text, name: str, words: array[int]) -> tuple[Any, Any]:
     strides = "".join(f"{read}, " for _, read, _ in text.strides)
     sizes = ", ".join(f"{size!r}: {length}" for size, length in text.lengths.items())
     lines = [
-        "def read(given):",
+        "def make(words):",
+        "  def read(given):",
         *(f"    {line}" for line in text.read),
         f"    if {' or '.join(text.wrong)}: return None",
         f"    return ({key}{strides})",
-        "def fill(key):",
+        "  def fill(key):",
         f"    {key}{''.join(f'{one}, ' for one, *_ in text.strides)} = key",
         "    layout = words[:]",
         *(f"    {line}" for line in text.fill),
         f"    return {{{sizes}}}, layout, [{', '.join(text.spans)}]",
+        "  return read, fill",
     ]
-    scope: dict[str, Any] = {"words": words}
-    exec(compile("\n".join(lines) + "\n", f"<linattn sizes of {name}>", "exec"), scope)
-    return scope["read"], scope["fill"]
+    made: dict[str, Any] = {}
+    exec(compile("\n".join(lines) + "\n", f"<linattn sizes of {name}>", "exec"), globals(), made)
+    functions: tuple[Any, Any] = made["make"](words)
+    return functions
