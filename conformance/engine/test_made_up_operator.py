@@ -56,6 +56,62 @@ def test_its_schema() -> None:
 
 
 @WHOLE
+def test_the_schemas_that_ship() -> None:
+    """What exported graphs hold: parameters in the order of the function, the output last."""
+    drafts = "Tensor q, Tensor k, Tensor v, {}state_pool, Tensor decay, Tensor? state_indices"
+    pool = drafts.format("Tensor(d!) ")
+    fixed = (
+        "Tensor q, Tensor k, Tensor v, Tensor decay, float scale, Tensor? initial_state, "
+        "bool output_final_state"
+    )
+    packed = (
+        "Tensor q, Tensor k, Tensor v, Tensor decay, Tensor cu_seqlens, float scale, "
+        "Tensor(f!)? state_pool, Tensor? initial_state_indices, bool persistent, "
+        "Tensor? has_initial_state"
+    )
+    mtp = f"{pool}, float scale, bool update_state, Tensor(g!)? intermediate_states"
+    verify = (
+        f"{pool}, float scale, Tensor(g!)? k_buffer, Tensor(h!)? v_buffer, Tensor? accepted_len"
+    )
+    update = (
+        "Tensor k_buffer, Tensor v_buffer, Tensor(c!) state_pool, Tensor decay, "
+        "Tensor? state_indices, Tensor accepted_len"
+    )
+    expected = {
+        f"lightning_attn_fwd({fixed}) -> (Tensor, Tensor)",
+        f"lightning_attn_fwd.out({fixed}, Tensor(z!) out) -> Tensor",
+        f"lightning_attn_fwd_varlen({packed}) -> (Tensor, Tensor)",
+        f"lightning_attn_fwd_varlen.out({packed}, Tensor(z!) out) -> Tensor",
+        f"la_decode({pool}, float scale) -> Tensor",
+        f"la_decode.out({pool}, float scale, Tensor(z!) out) -> ()",
+        f"la_decode_mtp({mtp}) -> Tensor",
+        f"la_decode_mtp.out({mtp}, Tensor(z!) out) -> ()",
+        f"la_verify_kvbuffer({verify}) -> Tensor",
+        f"la_verify_kvbuffer.out({verify}, Tensor(z!) out) -> ()",
+        f"la_state_update_kvbuffer({update}) -> ()",
+    }
+    found = {
+        str(overload._schema).removeprefix("linattn::")
+        for face in FACES.values()
+        for overload in face.ops.values()
+    }
+    assert found == expected
+
+
+@WHOLE
+@pytest.mark.dispatch
+def test_absent_results_are_as_their_fakes_say(recorder: Any) -> None:
+    """Of the device and dtype that torch.compile was told, whatever the default dtype is."""
+    q, decay = torch.zeros(1, 4, 2, 128).bfloat16(), torch.zeros(2)
+    torch.set_default_dtype(torch.float64)
+    try:
+        _, absent = torch.ops.linattn.lightning_attn_fwd(q, q, q, decay, 1.0, None, False)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (absent.shape, absent.dtype, absent.device) == ((0,), torch.float32, q.device)
+
+
+@WHOLE
 @pytest.mark.bitwise
 @pytest.mark.sm90
 @pytest.mark.sm100
@@ -229,8 +285,8 @@ def test_streams_have_blocks_of_their_own(cuda: torch.device) -> None:
     streams = [torch.cuda.Stream() for _ in range(2)]
     starts = []
     for stream in (*streams, *streams):
-        with torch.cuda.stream(stream):
-            starts.append(workspace.take(cuda, 4096).data_ptr())
+        with torch.cuda.stream(stream), workspace.lent(cuda, 4096) as block:
+            starts.append(block.data_ptr())
     assert starts[:2] == starts[2:]
     assert len(set(starts)) == 2
     workspace.release()
@@ -267,6 +323,28 @@ def test_a_declaration_that_does_not_fit(
 
 @DECLARED
 @pytest.mark.dispatch
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"results": {"yy": "out"}},
+        {"problem": ("B", "U")},
+        {"idle": ("Q",)},
+        {"dynamic": ("b",)},
+        {"derived": {"U": "V"}},
+        {"written": {"yy": "fast"}},
+        {"needs": (("x", "nothing"),)},
+        {"slots": ("indices", "B")},
+        {"starts": {"y": "nothing"}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_names_that_the_signature_does_not_know(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"never: {next(iter(change))}: got \['.*expected \["):
+        _declare(made_up.SIGNATURE, **change)
+
+
+@DECLARED
+@pytest.mark.dispatch
 def test_a_signature_that_no_function_has() -> None:
     x = made_up.X
     with pytest.raises(ValueError, match="tensors: got 0 that go whole"):
@@ -276,7 +354,7 @@ def test_a_signature_that_no_function_has() -> None:
     with pytest.raises(ValueError, match=r"arguments: got .* expected different names"):
         Signature((x, x, made_up.GAIN), ("B", "T"))
     split = Kernel("copy_kernel", (), lambda s, _: None, lambda c, s, _: (1, 1, 1), splits="B")
-    with pytest.raises(ValueError, match="splits: got B, expected no size of gain"):
+    with pytest.raises(ValueError, match=r"splits: got B, expected a size that gain .* in front"):
         Operator("split", made_up.SIGNATURE, {"sm90": split})
 
 

@@ -61,7 +61,8 @@ class CacheKey:
         target: compile target, such as ``sm_90a``.
         config: ``repr`` of the frozen configuration.
         config_name: its short name, for people.
-        sources: digest of the kernel's own sources and of what they import from this package.
+        sources: digest of the kernel's own sources, of what they import from this package, and of
+            the signature.
         toolchain: versions of the packages that compile and load, and whether source lines are on.
         host: instruction set of this machine, because the object holds host code compiled for it.
         format: layout of the entry.
@@ -137,14 +138,14 @@ def load_function(path: Path, symbol: str) -> Callable[..., Any]:
 
 
 @cache
-def _sources(module: str) -> str:
-    """Digest of the package that holds a kernel's module (of the file alone, where none does), and
-    of what kernels import from here."""
+def _sources(module: str, signature: str) -> str:
+    """Digest of the package that holds a kernel's module (of the file alone, where none does), of
+    what kernels import from here, and of a signature, which may be declared elsewhere."""
     found = importlib.util.find_spec(module)
     if found is None or found.origin is None:
         raise ModuleNotFoundError(f"{module}: there is no such kernel module", name=module)
     origin = Path(found.origin)
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(signature.encode())
     root = Path(__file__).resolve().parents[1]
     for place in (origin.parent if "." in module else origin, *(root / x for x in _SHARED_SOURCES)):
         for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
@@ -185,7 +186,9 @@ def key(operator: Operator, target: str, config: Any) -> CacheKey:
         target=target,
         config=repr(config),
         config_name=config.name(),
-        sources=_sources(dispatch.kernel_of(operator, Arch.parse(target)).module),
+        sources=_sources(
+            dispatch.kernel_of(operator, Arch.parse(target)).module, repr(operator.signature)
+        ),
         toolchain=_toolchain() + (", line info" if env.line_info() else ""),
         host=_host(),
     )

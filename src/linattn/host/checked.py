@@ -3,8 +3,8 @@
 The default path trusts contents as far as numbers go (the device clamps whatever would lead outside
 a tensor) because reading them means waiting for the device. This mode waits, and raises.
 
-``active`` is what operators look at in every call. The environment is asked when a call is planned,
-that is once for each new combination of shapes, and its answer is kept.
+``active`` is what operators look at in every call. The environment is asked when a call is planned
+that is of a new kind (other types, strides or sizes that never change), and its answer is kept.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def segments_of(name: str, segments: object) -> int:
     raise not_implemented(name, repr(segments), "1 (sequences are not cut yet)")
 
 
-def problem(
+def sizes_of(
     function: Function, switches: Mapping[str, bool], shapes: Mapping[str, int]
 ) -> dict[str, int]:
     """The sizes of a problem that is described by letters, checked and complete.
@@ -112,7 +112,8 @@ def problem(
     for letter in (*(x for x in function.problem if x not in derived), *shapes):
         if letter not in shapes or letter not in letters:
             problem = "nothing" if letter not in shapes else "a size that is none of its own"
-            expected = "the sizes " + ", ".join(letters)
+            expected = "the sizes " + ", ".join(function.problem)
+            expected += "".join(f", and {name}" for name in switches)
             raise type_error(f"{function.name}: {letter}", problem, expected)
     limits = {name: (least, most) for name, least, most, _ in function.signature.bounds}
     for letter, size in shapes.items():

@@ -58,8 +58,14 @@ class Launches:
         self._layouts = [launch.layout.buffer_info()[0] for launch in launches]
 
     def __call__(self, *arguments: Any) -> None:
-        block = workspace.take(self.device, self.workspace) if self.workspace else None
-        start = 0 if block is None else block.data_ptr()
+        if not self.workspace:
+            self._launch(0, arguments)
+            return
+        with workspace.lent(self.device, self.workspace) as block:
+            self._launch(block.data_ptr(), arguments)
+
+    def _launch(self, start: int, arguments: Sequence[Any]) -> None:
+        """Every launch, with the workspace at that address."""
         scalars = arguments[len(self.launches[0].arguments) + 1 :]
         for launch, layout_at in zip(self.launches, self._layouts):
             # By address 0, of what is absent or has no memory, nothing can be moved.

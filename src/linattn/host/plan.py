@@ -2,7 +2,7 @@
 
 A *form* is a public function with the set of its arguments that are there, and its switches. A
 ``Recipe`` serves calls of one form whose tensors have the same types, dtypes, devices and strides;
-the sizes that its function calls dynamic are free. A ``Plan`` is a recipe at one set of sizes: the
+the sizes that its function calls dynamic are free. A plan is a recipe at one set of sizes: the
 launches, and what was found of the addresses that calls came with. The latest plan of a form is
 tried first, then the recipes, and only then the tensors are validated; all but the last cost a few
 microseconds.
@@ -11,7 +11,6 @@ microseconds.
 from __future__ import annotations
 
 import math
-import threading
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from operator import le
@@ -32,10 +31,10 @@ MAX_KNOWN = 128
 """Entries of each set that a plan keeps: more than a model has layers, each with its own pool."""
 
 RECENT = 16
-"""Plans that a recipe keeps."""
+"""Plans that a recipe keeps, before it starts afresh."""
 
-RECIPES = 8
-"""Recipes that a launcher keeps for each form, the latest first."""
+RECIPES = 32
+"""Recipes that a launcher keeps for each form, the one used last first."""
 
 Tensors = Mapping[str, Tensor]
 """The caller's tensors that are there, by their name in the signature."""
@@ -45,11 +44,60 @@ def _nothing(*_: Tensor) -> bool:
     return False
 
 
-class Plan:
+class Traits:
+    """What all calls of one recipe have in common.
+
+    Attributes:
+        function: the public function.
+        device: of every tensor.
+        names: of the tensors that are there, in the order in which calls give them.
+        grads: whether a tensor other than the one that goes whole requires grad.
+        detach: whether that one does.
+        result_dims: dimensions of the results, in their order; none for one that an argument is.
+        nothing_made: shapes of the results where all of them are arguments, else empty.
+        written: tensors that may share no byte with another one.
+        written_at: their places in the signature.
+        zeros: how many addresses of a call are 0; -1 where any number may be.
+        settled: addresses that a plan settled last, and its spans: shorter ones there meet nothing
+            either.
+    """
+
+    def __init__(
+        self, function: Function, tensors: Tensors, switches: Mapping[str, int], rigid: bool
+    ) -> None:
+        signature = function.signature
+        self.function, self.names = function, tuple(tensors)
+        self.device = next(iter(tensors.values())).device
+        self.grads, self.detach = (
+            any(x.requires_grad for name, x in tensors.items() if signature[name].whole is whole)
+            for whole in (False, True)
+        )
+        labels = [signature[name].label for name in tensors]
+        self.result_dims = tuple(
+            () if argument in labels else signature[name].dims
+            for name, argument in function.results.items()
+        )
+        some = any(self.result_dims)
+        self.nothing_made: list[list[int]] = [] if some else [[] for _ in self.result_dims]
+        written = [
+            (spec.name, place)
+            for place, spec in enumerate(signature.tensors)
+            if spec.name in tensors
+            and spec.output
+            and switches.get(function.written.get(spec.name, ""), 1)
+        ]
+        self.written = tuple(name for name, _ in written)
+        self.written_at = tuple(place for _, place in written)
+        there = len(tensors) if self.device.type != "meta" else 0
+        self.zeros = -1 if rigid else len(signature.tensors) - there
+        self.settled: tuple[tuple[int, ...], Sequence[int]] = (), ()
+
+
+class Planned:
     """What calls of one form need at one set of sizes.
 
     Attributes:
-        recipe: what it was made by.
+        traits: what it has in common with plans of other sizes.
         sizes: of the problem, by symbol.
         matches: whether tensors are as those that the plan was made for; nothing matches before
             the plan is asked for a second time.
@@ -70,17 +118,16 @@ class Plan:
 
     def __init__(
         self,
-        recipe: Recipe,
+        traits: Traits,
         sizes: dict[str, int],
         run: Callable[..., Any] | None,
         layout: array[int],
         spans: Sequence[int],
     ) -> None:
-        self.recipe, self.sizes, self.run, self.spans = recipe, sizes, run, spans
+        self.traits, self.sizes, self.run, self.spans = traits, sizes, run, spans
         self.layout, self.layout_at = layout, layout.buffer_info()[0]
-        self.shapes: list[list[int]] = recipe.nothing_made or [
-            [dim if isinstance(dim, int) else sizes[dim] for dim in dims]
-            for dims in recipe.result_dims
+        self.shapes: list[list[int]] = traits.nothing_made or [
+            [size_of(dim, sizes) for dim in dims] for dims in traits.result_dims
         ]
 
     def settles(self, places: tuple[int, ...], misaligned: int) -> bool:
@@ -91,14 +138,14 @@ class Plan:
             places: in the order of the signature, 0 where a tensor is absent.
             misaligned: bits that no address may have, and one has.
         """
-        recipe, spans = self.recipe, self.spans
-        known, reach = recipe.settled
+        traits, spans = self.traits, self.spans
+        known, reach = traits.settled
         if known == places and all(map(le, spans, reach)):
             self.latest = places
             return True
-        if misaligned or places.count(0) != recipe.zeros:
+        if misaligned or places.count(0) != traits.zeros:
             return False
-        for index in recipe.written_at:
+        for index in traits.written_at:
             start = places[index]
             end = start + spans[index]
             meeting = 0
@@ -109,7 +156,7 @@ class Plan:
             if meeting > 1 and start:
                 return False
         self.remember(places)
-        recipe.settled = places, spans
+        traits.settled = places, spans
         return True
 
     def remember(self, places: tuple[int, ...]) -> None:
@@ -119,25 +166,14 @@ class Plan:
 
 
 class Recipe:
-    """How calls of one form are planned whose tensors differ in dynamic sizes alone.
+    """How calls of one form are planned whose tensors differ in dynamic sizes, and the strides that
+    follow from these, alone.
 
     Attributes:
-        function: the public function.
         accepts: whether tensors are of that sort.
-        plans: the latest ones, by sizes and strides that may change.
+        plans: some of those made, by sizes and strides.
         latest: the one that was asked for last.
-        device: of every tensor.
-        names: of the tensors that are there, in the order in which calls give them.
-        written: those that may share no byte with another one.
-        written_at: their places in the signature.
-        grads: whether a tensor other than the one that goes whole requires grad.
-        detach: whether that one does.
-        has_memory: whether tensors with elements are at an address.
-        zeros: how many addresses of a call are 0; -1 where any number may be.
-        settled: addresses that a plan settled last, and its spans: shorter ones there meet nothing
-            either.
-        nothing_made: shapes of the results where all of them are arguments, else empty.
-        result_dims: dimensions of the results, in their order; none for one that an argument is.
+        traits: what the plans have in common.
     """
 
     def __init__(
@@ -148,64 +184,41 @@ class Recipe:
         switches: Mapping[str, int],
         problem: validate.Problem,
     ) -> None:
-        signature = function.signature
         given = list(tensors.values())
+        signature = function.signature
+        # Other sizes have to be validated next to a size of 0, too.
+        rigid = 0 in problem.sizes.values() or any(x.rigid for x in problem.measured.values())
+        self.traits = Traits(function, tensors, switches, rigid)
         self.function, self.launcher = function, launcher
-        self.device = given[0].device
-        self.arch = launcher.arch(self.device)
+        self.arch = launcher.arch(self.traits.device)
         self.kernel = dispatch.kernel_of(function.operator, self.arch)
-        self.multiprocessors = launcher.multiprocessors(self.device)
+        self.multiprocessors = launcher.multiprocessors(self.traits.device)
         self.compiled: tuple[Any, Callable[..., Any]] | None = None
-        self.names = tuple(tensors)
-        self.has_memory = self.device.type != "meta"
-        written = [
-            (spec.name, place)
-            for place, spec in enumerate(signature.tensors)
-            if spec.name in tensors
-            and spec.output
-            and switches.get(function.written.get(spec.name, ""), 1)
-        ]
-        self.written = tuple(name for name, _ in written)
-        self.written_at = tuple(place for _, place in written)
-        self.grads, self.detach = (
-            any(x.requires_grad for name, x in tensors.items() if signature[name].whole is whole)
-            for whole in (False, True)
-        )
-        self.plans: dict[tuple[int, ...], Plan] = {}
-        self.lock = threading.Lock()
-        self.settled: tuple[tuple[int, ...], Sequence[int]] = (), ()
-        self.latest: Plan | None = None
-        self.counts = "" if function.slots is None else function.slots[1]
+        self.plans: dict[sizes_of_calls.Key, Planned] = {}
         # A function without indices gives request n slot n.
         self.by_place = function.slots is not None and not any(
             signature[name].label == function.slots[0] for name in tensors
         )
         sizes = function.complete({**problem.sizes, **switches})
-        given_results = self._given_results()
-        self.result_dims = tuple(
-            () if name in given_results else signature[name].dims for name in function.results
-        )
-        some = any(self.result_dims)
-        self.nothing_made: list[list[int]] = [] if some else [[] for _ in self.result_dims]
         self.idle = dispatch.is_idle(function, sizes)
         spans = [
             problem.measured[spec.name].span if spec.name in tensors else 0
             for spec in signature.tensors
         ]
         words = self._words(problem, sizes)
-        self.at_ctas = self._at("ctas")
-        self.at_workspace = self._at("W")
-        if self._is_rigid(problem):
-            self.zeros, self.reading = -1, sizes_of_calls.fixed(words, sizes, spans)
-            self.accepts = guards.matcher(given)
+        self.at_ctas, self.at_workspace = self._at("ctas"), self._at("W")
+        if rigid:
+            self.reading = sizes_of_calls.fixed(words, sizes, spans)
         else:
-            self.zeros = len(signature.tensors) - len(tensors) * self.has_memory
             first = [Described(x.shape, x.stride(), x.element_size()) for x in given]
             bound = problem.sizes.keys()
             self.reading = sizes_of_calls.reading(
-                function, self.names, first, words, sizes, spans, bound, self.by_place
+                function, self.traits.names, first, words, sizes, spans, bound, self.by_place
             )
-            self.accepts = guards.matcher(given, self.reading.sizes, self.reading.strides)
+        self.accepts = guards.matcher(given, *self.reading.free)
+        made = self._made(self.reading.first, given)
+        assert made is not None, "a recipe serves the call that it is made for"
+        self.latest = made
 
     def _at(self, name: str) -> int | None:
         """Word of a size in the layout, where it has that."""
@@ -217,7 +230,7 @@ class Recipe:
         function = self.function
         measured = dict(problem.measured)
         for name, argument in function.results.items():
-            source = [one for one in self.names if function.signature[one].label == argument]
+            source = [one for one in measured if function.signature[one].label == argument]
             if source:
                 measured[name] = measured[source[0]]
             else:
@@ -230,57 +243,32 @@ class Recipe:
         words = compiled.layout(measured, {**dict.fromkeys(compiled.sizes, 0), **sizes}, sizes)
         return array("q", words)
 
-    def _is_rigid(self, problem: validate.Problem) -> bool:
-        """Whether other sizes would have to be validated: next to a size of 0, or where a dimension
-        that reaches nothing, whose stride may be anything, would grow."""
-        signature = self.function.signature
-        return 0 in problem.sizes.values() or any(
-            len(problem.measured[name].strides) < len(signature[name].free) for name in self.names
-        )
-
-    def _given_results(self) -> list[str]:
-        """Results that an argument of the call is."""
-        labels = [self.function.signature[name].label for name in self.names]
-        return [name for name, source in self.function.results.items() if source in labels]
-
-    def plan(self, given: Sequence[Tensor]) -> Plan | None:
+    def plan(self, given: Sequence[Tensor]) -> Planned | None:
         """The plan for tensors that ``accepts`` took; None where they have to be validated."""
-        reading = self.reading
-        key = reading.read(given)
+        key = self.reading.read(given)
         if key is None:
             return None
         known = self.plans.get(key)
-        if known is not None:
-            if known.matches is _nothing:
-                known.matches = guards.matcher(given)
-            self.latest = known
-            return known
-        for at, spec in reading.watched:
-            validate.writes_once(spec, given[at])
-        return self._made(key)
+        if known is None:
+            return self._made(key, given)
+        if known.matches is _nothing:
+            known.matches = guards.matcher(given)
+        self.latest = known
+        return known
 
-    def forget(self) -> None:
-        """Drop all plans, which refer to this recipe, so that it is freed as soon as nobody uses
-        it."""
-        self.plans, self.latest = {}, None
-
-    def first(self) -> Plan:
-        """The plan of the call that the recipe was made for."""
-        made = self._made(self.reading.first)
-        assert made is not None, "a recipe serves the call that it was made for"
-        return made
-
-    def _made(self, key: sizes_of_calls.Key) -> Plan | None:
+    def _made(self, key: sizes_of_calls.Key, given: Sequence[Tensor]) -> Planned | None:
         filled = self.reading.fill(key)
         if filled is None:
             return None
-        sizes, layout, spans = filled
+        sizes, layout, spans, doubtful = filled
+        if doubtful:
+            for at, spec in self.reading.outputs:
+                validate.writes_once(spec, given[at])
         run = None if self.idle else self._launches(sizes, layout)
-        made = Plan(self, sizes, run, layout, spans)
-        with self.lock:
-            if len(self.plans) >= RECENT:
-                del self.plans[next(iter(self.plans))]  # the oldest
-            self.plans[key] = self.latest = made
+        made = Planned(self.traits, sizes, run, layout, spans)
+        if len(self.plans) >= RECENT:
+            self.plans = {}  # of one step, so that neither a lock nor a fork can be in the way
+        self.plans[key] = self.latest = made
         return made
 
     def _launches(self, sizes: dict[str, int], layout: array[int]) -> Callable[..., Any]:
@@ -292,13 +280,14 @@ class Recipe:
             layout[self.at_ctas] = x * y * z
         if kernel.workspace is not None and self.at_workspace is not None:
             layout[self.at_workspace] = sizes["W"] = kernel.workspace(config, sizes)
-        if self.compiled is None or self.compiled[0] is not config:
+        compiled = self.compiled  # which another thread may replace
+        if compiled is None or compiled[0] is not config:
             operator, public = self.function.operator, self.function.name
             ready = self.launcher.ready(operator, self.arch, config, public)
-            self.compiled = config, ready
+            self.compiled = compiled = config, ready
         if kernel.workspace is None and (not kernel.splits or sizes[kernel.splits] <= GRID_MAX):
-            return self.compiled[1]
-        return self._several(self.compiled[1], sizes, layout)
+            return compiled[1]
+        return self._several(compiled[1], sizes, layout)
 
     def _several(self, function: Callable[..., Any], sizes: Sizes, layout: array[int]) -> Launches:
         """Launches of a call that is more than a compiled function."""
@@ -320,7 +309,7 @@ class Recipe:
                 arguments.append((WORKSPACE, 0) if workspace else (number, moved))
             launches.append(Launch(function, part, tuple(arguments)))
         size = sizes["W"] * signature["workspace"].element.itemsize if "W" in sizes else 0
-        return Launches(launches, self.device, size)
+        return Launches(launches, self.traits.device, size)
 
 
 def _step(signature: Signature, spec: TensorSpec, layout: Sequence[int]) -> int:
@@ -349,7 +338,7 @@ class Forms(Protocol):
 
 def find(
     launcher: Launcher, face: Forms, form: int, given: Sequence[Tensor], redirect: bool
-) -> Plan | None:
+) -> Planned | None:
     """The plan of a call that the latest one of its form does not fit.
 
     Args:
@@ -361,52 +350,53 @@ def find(
         TypeError, ValueError, NotImplementedError, RuntimeError: what the public function says.
     """
     latest, recipes = launcher.plans.get(form), launcher.recipes.get(form, ())
-    plan: Plan | None
     for recipe in recipes:
         plan = recipe.latest
-        if plan is not None and plan is not latest and plan.matches(*given):
-            launcher.plans[form] = plan
-            return plan
+        if plan is not latest and plan.matches(*given):
+            return _remember(launcher, form, recipe, plan)
     for recipe in recipes:
         if recipe.accepts(*given):
             plan = recipe.plan(given)
             if plan is not None:
-                launcher.plans[form] = plan
-                return plan
+                return _remember(launcher, form, recipe, plan)
     if redirect and not guards.plain(given):
         return None
     checked.consult()
     tensors = dict(zip(face.given(form), given))
     problem = validate.check(face.function, tensors, launcher.expects)
     recipe = Recipe(launcher, face.function, tensors, face.switches(form), problem)
-    plan = recipe.first()
-    older = launcher.recipes.get(form, ())
-    launcher.recipes[form] = (recipe, *older[: RECIPES - 1])
-    for dropped in older[RECIPES - 1 :]:
-        dropped.forget()
+    return _remember(launcher, form, recipe, recipe.latest)
+
+
+def _remember(launcher: Launcher, form: int, recipe: Recipe, plan: Planned) -> Planned:
+    """Make a plan the latest of its form, and its recipe the first to be asked."""
+    recipes = launcher.recipes.get(form, ())
+    if not recipes or recipes[0] is not recipe:
+        others = [one for one in recipes if one is not recipe]
+        launcher.recipes[form] = (recipe, *others[: RECIPES - 1])
     launcher.plans[form] = plan
     return plan
 
 
 def inspect(
-    launcher: Launcher, plan: Plan, given: Sequence[Tensor], places: tuple[int, ...]
+    launcher: Launcher, plan: Planned, given: Sequence[Tensor], places: tuple[int, ...]
 ) -> None:
-    """Look at the tensors of a call whose addresses ``Plan.settles`` did not accept, and in checked
-    mode at what they hold.
+    """Look at the tensors of a call whose addresses ``Planned.settles`` did not accept, and in
+    checked mode at what they hold.
 
     Raises:
         RuntimeError: checked mode inside a graph capture.
         ValueError: a tensor that is misaligned, or whose memory has been freed; one that is written
             and shares a byte with another; contents that ``linattn.checked`` refuses.
     """
-    recipe, tensors = plan.recipe, dict(zip(plan.recipe.names, given))
+    traits, tensors = plan.traits, dict(zip(plan.traits.names, given))
     for name, tensor in tensors.items():
-        _refuse_place(recipe.function.signature[name], tensor)
-    for name in recipe.written if recipe.has_memory else ():
+        _refuse_place(traits.function.signature[name], tensor)
+    for name in traits.written if traits.device.type != "meta" else ():
         _refuse_overlap(plan, name, tensors)
     plan.remember(places)
     if checked.active:
-        checked.contents(recipe.function, launcher, tensors, plan.sizes)
+        checked.contents(traits.function, launcher, tensors, plan.sizes)
 
 
 def _refuse_place(spec: TensorSpec, tensor: Tensor) -> None:
@@ -417,7 +407,7 @@ def _refuse_place(spec: TensorSpec, tensor: Tensor) -> None:
         raise value_error(spec.label, "a tensor without memory", "one whose storage is there")
 
 
-def _refuse_overlap(plan: Plan, name: str, tensors: Tensors) -> None:
+def _refuse_overlap(plan: Planned, name: str, tensors: Tensors) -> None:
     """Raise if a tensor that is written shares a byte with another one.
 
     Distances that were fine are remembered.
@@ -428,7 +418,7 @@ def _refuse_overlap(plan: Plan, name: str, tensors: Tensors) -> None:
         if other == name or gap in plan.known_gaps:
             continue
         if not validate.disjoint(written, tensor):
-            signature = plan.recipe.function.signature
+            signature = plan.traits.function.signature
             label, its = signature[name].label, signature[other].label
             raise value_error(label, f"a tensor that overlaps {its}", "memory of its own")
         plan.known_gaps = _with(plan.known_gaps, gap)

@@ -1,8 +1,8 @@
 """Sizes that change from call to call, read by code that is written for each kind of call.
 
 A packed call whose total of tokens was never seen before may cost the host some microseconds, and a
-table that is walked costs as much as what it says. So the few lines that read the sizes of such
-tensors, compare them and put them where a launch needs them are written out, as the public
+table that is walked costs as much as what it says. So the few lines that read the sizes and strides
+of such tensors, compare them and put them where a launch needs them are written out, as the public
 functions are (``ops/_source.py``).
 """
 
@@ -16,25 +16,23 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from linattn.host import guards, validate
+from linattn.host import guards
 from linattn.spec.operator import Function
-from linattn.spec.signature import TensorSpec, symbol
+from linattn.spec.signature import LONGEST_STRIDE, TensorSpec, symbol
 
-Key = tuple[int, ...]
-"""Sizes and strides that may change, of one call."""
+Key = tuple[Any, ...]
+"""Sizes that may change, and the strides of each tensor of which one may follow from these."""
 
-Filled = tuple[dict[str, int], "array[int]", list[int]]
-"""All sizes by symbol, the layout, and the span of each tensor of the signature."""
-
-_MANY = 1 << 40
-"""Elements; a size that is beyond any."""
+Filled = tuple[dict[str, int], "array[int]", list[int], bool]
+"""All sizes by symbol, the layout, the span of each tensor of the signature, and whether elements
+of an output may share memory, so that it has to be looked at."""
 
 
 class Described(NamedTuple):
     """A tensor without its memory."""
 
     shape: Sequence[int]
-    strides: Sequence[int]
+    strides: tuple[int, ...]
     itemsize: int
 
 
@@ -46,45 +44,21 @@ class Reading:
         first: key of the first call.
         read: tensors of a call to their key; None where their sizes do not agree.
         fill: a key to what a launch needs; None where the tensors have to be validated.
-        sizes, strides: for a matcher, with None for what may change.
-        watched: outputs (place in a call, entry) whose elements other sizes may make meet.
+        free: sizes and strides for a matcher, with None for what may change; nothing where nothing
+            does.
+        outputs: (place in a call, entry) of the outputs that may change.
     """
 
     first: Key
     read: Callable[[Sequence[Tensor]], Key | None]
     fill: Callable[[Key], Filled | None]
-    sizes: guards.Dims
-    strides: guards.Dims
-    watched: list[tuple[int, TensorSpec]]
-
-
-@dataclass
-class _Text:
-    """Pieces of the two functions while they are collected.
-
-    ``variables`` are the names of dynamic sizes by symbol; ``lengths`` the text of any size;
-    ``strides`` (name, how it is read, that of the first call).
-    """
-
-    variables: dict[str, str] = field(default_factory=dict)
-    lengths: dict[str, str] = field(default_factory=dict)
-    read: list[str] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
-    strides: list[tuple[str, str, int]] = field(default_factory=list)
-    fill: list[str] = field(default_factory=list)
-    spans: list[str] = field(default_factory=list)
-
-    def length(self, dim: str | int) -> str:
-        """Text of the size of a dimension."""
-        if isinstance(dim, int):
-            return str(dim)
-        name, more = symbol(dim)
-        return f"({self.lengths[name]} + {more})" if more else self.lengths[name]
+    free: tuple[guards.Dims, ...] = ()
+    outputs: Sequence[tuple[int, TensorSpec]] = ()
 
 
 def fixed(words: array[int], sizes: Mapping[str, int], spans: Sequence[int]) -> Reading:
     """The reading of calls in which nothing changes."""
-    return Reading((), lambda _: (), lambda _: (dict(sizes), words[:], list(spans)), [], [], [])
+    return Reading((), lambda _: (), lambda _: (dict(sizes), words[:], list(spans), False))
 
 
 def reading(
@@ -108,112 +82,191 @@ def reading(
         bound: symbols that its tensors bind.
         by_place: whether request n has slot n, so that a pool needs as many slots as requests.
     """
-    text = _Text(lengths={name: str(size) for name, size in sizes.items()})
-    text.spans = [str(span) for span in spans]
-    loose: guards.Dims = [list(x.shape) for x in first]
-    free: guards.Dims = [list(x.strides) for x in first]
-    watched = []
+    text = _Text(function, {name: str(size) for name, size in sizes.items()}, list(map(str, spans)))
     for at, name in enumerate(names):
-        if _read_tensor(text, function, at, name, first[at], loose[at], free[at]):
-            watched.append((at, function.signature[name]))
+        text.tensor(at, name, first[at])
     for name, source in function.derived.items():
         if source in text.variables and name not in bound:
             text.lengths[name] = text.lengths[str(source)]
-    _place_sizes(text, function, names)
-    if by_place and function.slots is not None and "P" in text.lengths:
-        text.fill.append(f"if {text.lengths['P']} < {text.lengths[function.slots[1]]}: return None")
-    read, fill = _compiled(text, function.name, words)
-    key = (*[sizes[name] for name in text.variables], *[stride for *_, stride in text.strides])
-    return Reading(key, read, fill, loose, free, watched)
+    text.sizes([function.signature[name].label for name in names])
+    text.rules(bound, by_place)
+    key = (*[sizes[name] for name in text.variables], *[first[at].strides for at in text.strided])
+    read, fill = text.compiled(words)
+    return Reading(key, read, fill, (text.loose, text.free), text.outputs)
 
 
-def _read_tensor(
-    text: _Text,
-    function: Function,
-    at: int,
-    name: str,
-    x: Described,
-    loose: list[int | None],
-    free: list[int | None],
-) -> bool:
-    """Lines for one tensor; whether it is an output that has to be watched."""
-    spec, compiled = function.signature[name], function.operator.signature
-    shape, strides = x.shape, x.strides
-    changing = [
-        dim
-        for dim, size in enumerate(spec.dims)
-        if isinstance(size, str) and symbol(size)[0] in function.dynamic
-    ]
-    for dim in changing:
-        size, more = symbol(str(spec.dims[dim]))
-        loose[dim] = None
-        if size not in text.variables:
-            text.variables[size] = text.lengths[size] = f"n_{size}"
-            text.read.append(f"n_{size} = given[{at}].shape[{dim}] - {more}")
-            text.wrong.append(f"n_{size} < 1")
-        elif len(changing) == 1:
-            each = math.prod(shape) // shape[dim]
-            text.wrong.append(f"given[{at}].numel() != (n_{size} + {more}) * {each}")
-        else:
-            text.wrong.append(f"given[{at}].shape[{dim}] != n_{size} + {more}")
-    # In a contiguous tensor strides follow from the sizes behind them.
-    steps, dims = [str(stride) for stride in strides], spec.named_as(compiled[name])
-    moving = [dim for dim in range(max(changing, default=0)) if spec.dims[dim] != 1]
-    for dim in range(max(changing, default=0)):
-        free[dim] = None
-    for dim in moving:
-        steps[dim] = f"s_{at}_{dim}"
-        text.strides.append((steps[dim], f"given[{at}].stride({dim})", strides[dim]))
-        text.fill.append(f"if {steps[dim]} % {spec.stride_divisor}: return None")
-        if dims[dim] in compiled[name].strided:
-            text.fill.append(f"layout[{compiled.at_stride(name, dims[dim])}] = {steps[dim]}")
-    if not changing:
-        return False
-    reach = [
-        f"({text.length(size)} - 1) * {step}" for size, step in zip(spec.dims, steps) if size != 1
-    ]
-    place = [one.name for one in function.signature.tensors].index(name)
-    text.spans[place] = f"({' + '.join(reach)} + 1) * {x.itemsize}"
-    grown = [_MANY if dim in changing else size for dim, size in enumerate(shape)]
-    return spec.output and (bool(moving) or not validate.steps_over(grown, strides))
+@dataclass
+class _Text:
+    """The two functions while their lines are collected.
 
+    Attributes:
+        lengths: text of every size, by symbol.
+        spans: text of every span, in the order of the signature.
+        variables: symbols of the sizes that are read.
+        strided: places of the tensors whose strides are read.
+        tiled: strides that must be multiples of a power of two.
+    """
 
-def _place_sizes(text: _Text, function: Function, names: Sequence[str]) -> None:
-    """Lines that put sizes, and strides of results that are made, into the layout."""
-    signature, compiled = function.signature, function.operator.signature
-    for name in compiled.sizes:
-        if text.lengths.get(name) in text.variables.values():
-            text.fill.append(f"layout[{compiled.at(name)}] = {text.lengths[name]}")
-    labels = [signature[name].label for name in names]
-    for name, argument in function.results.items():
-        spec = signature[name]
-        dims = spec.named_as(compiled[name])
-        for dim in () if argument in labels else compiled[name].strided:
-            behind = spec.dims[dims.index(dim) + 1 :] if dim in dims else ()
-            if any(text.length(one) in text.variables.values() for one in behind):
-                product = " * ".join(text.length(one) for one in behind)
-                text.fill.append(f"layout[{compiled.at_stride(name, dim)}] = {product}")
+    function: Function
+    lengths: dict[str, str]
+    spans: list[str]
+    variables: list[str] = field(default_factory=list)
+    strided: list[int] = field(default_factory=list)
+    reads: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    fills: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
+    tiled: dict[int, list[str]] = field(default_factory=dict)
+    outputs: list[tuple[int, TensorSpec]] = field(default_factory=list)
+    loose: guards.Dims = field(default_factory=list)
+    free: guards.Dims = field(default_factory=list)
 
+    def length(self, dim: str | int) -> str:
+        """Text of the size of a dimension."""
+        if isinstance(dim, int):
+            return str(dim)
+        name, more = symbol(dim)
+        return f"({self.lengths[name]} + {more})" if more else self.lengths[name]
 
-def _compiled(text: _Text, name: str, words: array[int]) -> tuple[Any, Any]:
-    """Write and compile both functions."""
-    key = "".join(f"{variable}, " for variable in text.variables.values())
-    strides = "".join(f"{read}, " for _, read, _ in text.strides)
-    sizes = ", ".join(f"{size!r}: {length}" for size, length in text.lengths.items())
-    lines = [
-        "def make(words):",
-        "  def read(given):",
-        *(f"    {line}" for line in text.read),
-        f"    if {' or '.join(text.wrong)}: return None",
-        f"    return ({key}{strides})",
-        "  def fill(key):",
-        f"    {key}{''.join(f'{one}, ' for one, *_ in text.strides)} = key",
-        "    layout = words[:]",
-        *(f"    {line}" for line in text.fill),
-        f"    return {{{sizes}}}, layout, [{', '.join(text.spans)}]",
-        "  return read, fill",
-    ]
-    made: dict[str, Any] = {}
-    exec(compile("\n".join(lines) + "\n", f"<linattn sizes of {name}>", "exec"), globals(), made)
-    functions: tuple[Any, Any] = made["make"](words)
-    return functions
+    def tensor(self, at: int, name: str, x: Described) -> None:
+        """Lines for one tensor of a call."""
+        spec = self.function.signature[name]
+        self.loose.append(list(x.shape))
+        self.free.append(list(x.strides))
+        changing = [
+            dim
+            for dim, size in enumerate(spec.dims)
+            if isinstance(size, str) and symbol(size)[0] in self.function.dynamic
+        ]
+        for dim in changing:
+            size, more = symbol(str(spec.dims[dim]))
+            self.loose[at][dim] = None
+            if size not in self.variables:
+                self.variables.append(size)
+                self.lengths[size] = f"n_{size}"
+                self.reads.append(f"n_{size} = given[{at}].shape[{dim}] - {more}")
+                self.wrong.append(f"n_{size} < 1")
+            elif len(changing) == 1:
+                each = math.prod(x.shape) // x.shape[dim]
+                self.wrong.append(f"given[{at}].numel() != (n_{size} + {more}) * {each}")
+            else:
+                self.wrong.append(f"given[{at}].shape[{dim}] != n_{size} + {more}")
+        if changing:
+            self._strides(at, spec, x, changing)
+
+    def _strides(self, at: int, spec: TensorSpec, x: Described, changing: Sequence[int]) -> None:
+        """Lines for the strides of a tensor that may follow from its sizes, and for its span.
+
+        A stride may follow from the size of another dimension if it is no smaller than the stride
+        of that. Of a dimension that is always 1 it reaches nothing, and the layout has its own.
+        """
+        compiled, free = self.function.operator.signature, len(spec.free)
+        steps = [str(stride) for stride in x.strides]
+        moving = [
+            dim
+            for dim in range(free)
+            if spec.dims[dim] != 1
+            and any(x.strides[dim] >= x.strides[one] for one in changing if one != dim)
+        ]
+        for dim, size in enumerate(spec.dims[:free]):
+            if dim in moving or size == 1:
+                self.free[at][dim] = None
+        if moving:
+            self.strided.append(at)
+            taken = [f"s_{at}_{dim}" if dim in moving else "_" for dim in range(len(steps))]
+            self.fills.append(f"{', '.join(taken)}, = s_{at}")
+        for dim in moving:
+            steps[dim] = f"s_{at}_{dim}"
+            if spec.tiled:
+                self.tiled.setdefault(spec.stride_divisor, []).append(steps[dim])
+        results, dims = self.function.results.items(), spec.named_as(compiled[spec.name])
+        entries = [spec.name, *(one for one, argument in results if argument == spec.label)]
+        scale = 1 if spec.tiled else x.itemsize // spec.element.itemsize
+        self.fills += [
+            f"layout[{compiled.at_stride(name, dims[dim])}] = {steps[dim]} * {scale}"
+            for name in dict.fromkeys(entries)
+            for dim in moving
+            if dims[dim] in compiled[name].strided
+        ]
+        reach = [
+            f"({self.length(size)} - 1) * {step}"
+            for size, step in zip(spec.dims, steps)
+            if size != 1
+        ]
+        place = [one.name for one in self.function.signature.tensors].index(spec.name)
+        self.spans[place] = f"({' + '.join(reach)} + 1) * {x.itemsize}"
+        if spec.output:
+            self.outputs.append((at, spec))
+            self._doubt(spec, steps)
+
+    def _doubt(self, spec: TensorSpec, steps: Sequence[str]) -> None:
+        """An output is certain to give each element its own address where every stride steps over
+        all that the dimensions behind it reach."""
+        behind = str(math.prod(dim for dim in spec.dims[len(spec.free) :] if isinstance(dim, int)))
+        reach = f"{behind} - 1"
+        for dim in (x for x in reversed(range(len(spec.free))) if spec.dims[x] != 1):
+            self.doubts.append(f"{steps[dim]} <= {reach}")
+            reach = f"{reach} + ({self.length(spec.dims[dim])} - 1) * {steps[dim]}"
+
+    def sizes(self, labels: Sequence[str]) -> None:
+        """Lines that put sizes, and strides of results that are made, into the layout."""
+        signature, compiled = self.function.signature, self.function.operator.signature
+        changing = {f"n_{name}" for name in self.variables}
+        for name in compiled.sizes:
+            if self.lengths.get(name) in changing:
+                self.fills.append(f"layout[{compiled.at(name)}] = {self.lengths[name]}")
+        for name, argument in self.function.results.items():
+            spec = signature[name]
+            dims = spec.named_as(compiled[name])
+            for dim in () if argument in labels else compiled[name].strided:
+                behind = spec.dims[dims.index(dim) + 1 :] if dim in dims else ()
+                if any(self.length(one) in changing for one in behind):
+                    product = " * ".join(self.length(one) for one in behind)
+                    self.fills.append(f"layout[{compiled.at_stride(name, dim)}] = {product}")
+
+    def rules(self, bound: Collection[str], by_place: bool) -> None:
+        """Lines for the limits of sizes; what breaks one has to be validated."""
+        signature, lengths = self.function.signature, self.lengths
+        broken = [
+            f"not {least} <= {lengths[name]} <= {most}"
+            for name, least, most, _ in signature.bounds
+            if name in self.variables
+        ]
+        broken += [
+            f"{lengths[one]} > {lengths[other]}"
+            for one, other in signature.at_most
+            if one in bound and other in bound and {one, other} & set(self.variables)
+        ]
+        if by_place and self.function.slots is not None and "P" in lengths:
+            broken.append(f"{lengths['P']} < {lengths[self.function.slots[1]]}")
+        for divisor, steps in self.tiled.items():
+            # Both numbers are powers of two, so the bits of all strides can be asked at once.
+            together = " | ".join(steps)
+            broken.append(f"({together}) & {divisor - 1} or ({together}) >= {LONGEST_STRIDE}")
+        if broken:
+            self.fills.append(f"if {' or '.join(broken)}: return None")
+
+    def compiled(self, words: array[int]) -> tuple[Any, Any]:
+        """Both functions."""
+        key = "".join(f"n_{name}, " for name in self.variables)
+        key += "".join(f"s_{at}, " for at in self.strided)
+        sizes = ", ".join(f"{size!r}: {length}" for size, length in self.lengths.items())
+        lines = [
+            "def make(words):",
+            "  def read(given):",
+            *(f"    {line}" for line in self.reads),
+            f"    if {' or '.join(self.wrong)}: return None",
+            *(f"    s_{at} = given[{at}].stride()" for at in self.strided),
+            f"    return ({key})",
+            "  def fill(key):",
+            f"    {key} = key",
+            "    layout = words[:]",
+            *(f"    {line}" for line in self.fills),
+            f"    doubtful = {' or '.join(self.doubts) or False}",
+            f"    return {{{sizes}}}, layout, [{', '.join(self.spans)}], doubtful",
+            "  return read, fill",
+        ]
+        file, made = f"<linattn sizes of {self.function.name}>", dict[str, Any]()
+        exec(compile("\n".join(lines) + "\n", file, "exec"), globals(), made)
+        functions: tuple[Any, Any] = made["make"](words)
+        return functions

@@ -16,7 +16,7 @@ import torch
 
 from linattn.errors import type_error, value_error
 from linattn.spec.operator import Function
-from linattn.spec.signature import Measured, Signature, TensorSpec, span_of, symbol
+from linattn.spec.signature import LONGEST_STRIDE, Measured, Signature, TensorSpec, span_of, symbol
 
 Tensors = Mapping[str, "torch.Tensor | None"]
 
@@ -96,20 +96,20 @@ def check(
     return Problem(sizes, measured)
 
 
-_LONGEST_STRIDE = 1 << 32
-"""Elements. A TMA descriptor holds a stride in 40 bits, and as a multiple of 16 bytes."""
-
-
 def _measure(spec: TensorSpec, compiled: TensorSpec, tensor: torch.Tensor) -> Measured:
     """Strides of a tensor that has been checked, by the names that the compiled function has."""
-    shape, free = tensor.shape, len(spec.free)
+    shape, strides, free = tensor.shape, tensor.stride(), len(spec.free)
     kept = {
         dim: stride
-        for dim, size, stride in zip(spec.named_as(compiled)[:free], shape, tensor.stride())
+        for dim, size, stride in zip(spec.named_as(compiled)[:free], shape, strides)
         if (size > 1 and 0 not in shape)
-        or (stride % spec.stride_divisor == 0 and stride < _LONGEST_STRIDE)
+        or not spec.tiled
+        or (stride % spec.stride_divisor == 0 and stride < LONGEST_STRIDE)
     }
-    return Measured(kept, tensor.element_size(), span(tensor))
+    compact = all(strides[dim] == math.prod(shape[dim + 1 :]) for dim in range(free, len(shape)))
+    long = spec.tiled and any(stride >= LONGEST_STRIDE for stride in strides[:free])
+    rigid = len(kept) < free or long or not compact
+    return Measured(kept, tensor.element_size(), span(tensor), rigid)
 
 
 def dtype(name: str) -> torch.dtype:

@@ -1,31 +1,46 @@
 """Memory that kernels of a call need beside its tensors.
 
-One block for each device and stream, which grows and is used again: calls on one stream follow one
-another. Inside a graph capture every call takes fresh memory instead, which torch keeps in the
-graph's own pool for as long as the graph lives, so that a replay shares nothing with other work.
+One block for each device and stream, which grows and is used again: what is launched on one stream
+runs one after another, and a thread has the block to itself while it launches. Inside a graph
+capture every call takes fresh memory instead, which torch keeps in the graph's own pool for as long
+as the graph lives, so that a replay shares nothing with other work.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
-_blocks: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+class _Block:
+    """The memory of one stream, and who may use it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.memory: torch.Tensor | None = None
 
 
-def take(device: torch.device, size: int) -> torch.Tensor:
-    """``size`` bytes on a device for launches on its current stream, uninitialised.
+_blocks: dict[tuple[torch.device, int], _Block] = {}
 
-    The caller holds the tensor until it has launched what uses it.
-    """
+
+@contextmanager
+def lent(device: torch.device, size: int) -> Iterator[torch.Tensor]:
+    """``size`` bytes on a device, uninitialised, for launches on its current stream inside the
+    ``with`` block."""
     stream = 0
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
-            return _fresh(device, size)
+            yield _fresh(device, size)
+            return
         stream = torch.cuda.current_stream(device).cuda_stream
-    block = _blocks.get((device, stream))
-    if block is None or block.numel() < size:
-        block = _blocks[device, stream] = _fresh(device, size)
-    return block
+    block = _blocks.setdefault((device, stream), _Block())
+    with block.lock:
+        if block.memory is None or block.memory.numel() < size:
+            block.memory = _fresh(device, size)
+        yield block.memory
 
 
 def _fresh(device: torch.device, size: int) -> torch.Tensor:

@@ -54,6 +54,8 @@ class Face:
                 usual = {bool: validate.flag, float: validate.scalar}
                 self.scalars[name] = usual[hint] if hint in usual else function.checks[name]
         self.bits = (*self.optional, *(x for x in function.switches.values() if given[x] is bool))
+        if len(self.bits) > _FORM_BITS:
+            raise TypeError(f"{function.name}: got {len(self.bits)} optional tensors and switches")
         self.form = next(_forms) << _FORM_BITS
         self.schema = {name: self._schema(name, hint) for name, hint in given.items()}
         for name in (*function.checks, *list(function.results.values())[:1]):

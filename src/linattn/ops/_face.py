@@ -69,6 +69,7 @@ def _written(face: Face) -> Any:
         "_idle": _idle,
         "_inspect": plan.inspect,
         "_ops": face.ops,
+        "_redirect": True,
         "_refuse_grad": _refuse_grad,
         "_rows": face.rows,
         "_screen": _screen,
@@ -84,9 +85,10 @@ def _written(face: Face) -> Any:
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     made: dict[str, Any] = {}
     exec(compile(text, file, "exec"), globals(), made)
-    direct, public = made["make"](**scope)
+    make = made["make"]
+    direct = make(**{**scope, "_eager": lambda: True, "_redirect": False})
     face.ops.update(_registered(face, direct))
-    return public
+    return make(**scope)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -94,7 +96,7 @@ def _written(face: Face) -> Any:
 
 
 def _idle(
-    face: Face, made: plan.Plan, form: int, given: Sequence[Tensor], deciders: Sequence[Any]
+    face: Face, made: plan.Planned, form: int, given: Sequence[Tensor], deciders: Sequence[Any]
 ) -> Any:
     """Results of a call that launches nothing."""
     tensors = dict(zip(face.given(form), given))
@@ -103,7 +105,7 @@ def _idle(
         if isinstance(decider, Tensor) or decider is False:
             results.append(decider if isinstance(decider, Tensor) else None)
             continue
-        fresh = _empty(face.function.signature[name], shape, made.recipe.device)
+        fresh = _empty(face.function.signature[name], shape, made.traits.device)
         if name in face.function.starts:
             start = tensors.get(face.function.starts[name])
             fresh = fresh.zero_() if start is None else fresh.copy_(start)
@@ -156,7 +158,14 @@ def _registered(face: Face, direct: Callable[..., Any]) -> dict[str, Any]:
         made = direct(**named)
         if len(results) < 2:
             return made if results and named[results[0][1]] is None else None
-        own = [_own(x, named[argument]) for x, (_, argument) in zip(made, results)]
+        own = [
+            # None that the caller gave, and none that is absent: without elements it stands for
+            # both.
+            _empty(function.signature[name], [0], values[0].device)
+            if x is None or isinstance(named[argument], Tensor)
+            else x
+            for x, (name, argument) in zip(made, results)
+        ]
         return _some(own if named[results[0][1]] is None else own[1:])
 
     def fake(*values: Any) -> Any:
@@ -182,14 +191,6 @@ def _registered(face: Face, direct: Callable[..., Any]) -> dict[str, Any]:
         schema = f"{name}.out({arguments}) -> {_text(kinds[1:])}"
         overloads["out"] = _library.register(schema, run, fake)
     return overloads
-
-
-def _own(made: Tensor | None, argument: Any) -> Tensor:
-    """A result that a registered operator may return: none that the caller gave, and none that is
-    absent. A tensor without elements stands for both."""
-    if made is None or isinstance(argument, Tensor):
-        return torch.empty(0)
-    return made
 
 
 def _some(results: Sequence[Tensor]) -> Any:

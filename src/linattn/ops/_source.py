@@ -11,12 +11,15 @@ from linattn.ops._declaration import Face
 
 
 def text(face: Face, scope: list[str]) -> str:
-    """Source of ``make``, which takes what is in ``scope`` and returns the function behind the
-    registered operator and the public one."""
+    """Source of ``make``, which takes what is in ``scope`` and returns the public function.
+
+    Made with ``_redirect`` False it is the function behind the registered operator, which gets what
+    the dispatcher has taken apart.
+    """
     lines = [f"def make({', '.join(scope)}):"]
-    for writer in (_dispatched, _direct, _public):
+    for writer in (_dispatched, _public):
         lines += [f"    {line}" for line in writer(face)]
-    lines.append(f"    return _direct, {face.function.name}")
+    lines.append(f"    return {face.function.name}")
     return "\n".join(lines) + "\n"
 
 
@@ -61,29 +64,18 @@ def _dispatched(face: Face) -> list[str]:
 
 
 def _public(face: Face) -> list[str]:
-    """The public function: past the dispatcher where nobody watches."""
+    """The public function: past the dispatcher where nobody watches and tensors are ordinary."""
     elsewhere = f"return _dispatched({', '.join(face.parameters)})"
-    lines = ["if not _eager():", f"    {elsewhere}", *_body(face, elsewhere)]
-    return [_header(face, face.function.name, True), *(f"    {line}" for line in lines)]
-
-
-def _direct(face: Face) -> list[str]:
-    """The function behind the registered operator."""
-    return [_header(face, "_direct", True), *(f"    {line}" for line in _body(face, ""))]
-
-
-def _body(face: Face, elsewhere: str) -> list[str]:
-    """A call on ordinary tensors; ``elsewhere`` is where others go."""
-    redirect = bool(elsewhere)
-    lines = [*_scalars(face), "_launcher = _current()", *_form(face)]
+    lines = ["if not _eager():", f"    {elsewhere}"]
+    lines += [*_scalars(face), "_launcher = _current()", *_form(face)]
     lines += [
         "_plan = _launcher.plans.get(_form)",
         "if _plan is None or not _plan.matches(*_given):",
-        f"    _plan = _find(_launcher, _face, _form, _given, {redirect})",
+        "    _plan = _find(_launcher, _face, _form, _given, _redirect)",
+        "    if _plan is None:",
+        f"        {elsewhere}",
     ]
-    if redirect:
-        lines += ["    if _plan is None:", f"        {elsewhere}"]
-    lines += ["_recipe = _plan.recipe", "if _recipe.grads and _grad_enabled():"]
+    lines += ["_traits = _plan.traits", "if _traits.grads and _grad_enabled():"]
     lines.append("    _refuse_grad(_face, _form, _given)")
     deciders = "".join(f"{argument}, " for argument in face.function.results.values())
     lines += [
@@ -93,7 +85,7 @@ def _body(face: Face, elsewhere: str) -> list[str]:
         *_addresses(face),
         *_launch(face),
     ]
-    return lines
+    return [_header(face, face.function.name, True), *(f"    {line}" for line in lines)]
 
 
 def _scalars(face: Face) -> list[str]:
@@ -123,7 +115,7 @@ def _form(face: Face) -> list[str]:
     for name in face.optional:
         lines += [f"if {name} is not None:"]
         lines += [f"    _form += {face.bit(name)}", f"    _given += ({name},)"]
-    if face.optional:
+    if len(face.optional) > 1:
         present = " and ".join(f"{name} is not None" for name in face.optional)
         lines = [
             f"if {present}:",
@@ -163,9 +155,9 @@ def _launch(face: Face) -> list[str]:
     function = face.function
     lines = []
     whole = [name for name, spec in face.tensors.items() if spec.whole]
-    lines += [line for x in whole for line in ("if _recipe.detach:", f"    {x} = {x}.detach()")]
+    lines += [line for x in whole for line in ("if _traits.detach:", f"    {x} = {x}.detach()")]
     for number, (name, argument) in enumerate(function.results.items()):
-        make = f"_empty(_plan.shapes[{number}], dtype=_dtype_{name}, device=_recipe.device)"
+        make = f"_empty(_plan.shapes[{number}], dtype=_dtype_{name}, device=_traits.device)"
         given = argument in face.tensors
         lines += [
             f"if {argument} is None:" if given else f"if {argument}:",
@@ -186,7 +178,7 @@ def _launch(face: Face) -> list[str]:
             arguments.append(f"_at_{labels[spec.name]}" if spec.name in labels else "0")
     arguments += ["_plan.layout_at", *(name for name, _ in function.operator.signature.scalars)]
     call = f"_run({', '.join(arguments)})"
-    lines += ["_guard = _launcher.guard(_recipe.device)", "if _guard is None:", f"    {call}"]
+    lines += ["_guard = _launcher.guard(_traits.device)", "if _guard is None:", f"    {call}"]
     lines += ["else:", "    with _guard:", f"        {call}"]
     if function.results:
         lines.append("return " + ", ".join(f"_new_{name}" for name in function.results))

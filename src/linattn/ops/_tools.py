@@ -67,8 +67,9 @@ def explain(
         segments: as the function's argument.
         shapes: the sizes of the problem by letter, such as ``B=1, T=4096, H=64``; ``HV`` is ``H``
             by default. Packed functions take ``N``, and ``T`` in total. Besides the switches of a
-            call: ``persistent`` of ``lightning_attn_fwd_varlen``, True by default, and ``commit``
-            of ``la_verify_kvbuffer``: with accepted lengths, False by default.
+            call: ``persistent`` of ``lightning_attn_fwd_varlen`` and ``update_state`` of
+            ``la_decode_mtp``, as in a call, and ``commit`` of ``la_verify_kvbuffer``: with accepted
+            lengths, False by default.
 
     Raises:
         TypeError: a letter that is missing, unknown or no int; a switch that is neither a bool nor
@@ -82,7 +83,7 @@ def explain(
         name: face.parameters[argument].default is True
         for name, argument in face.function.switches.items()
     }
-    sizes = dispatch.problem(face.function, defaults, shapes)
+    sizes = dispatch.sizes_of(face.function, defaults, shapes)
     if multiprocessors is not None and (type(multiprocessors) is not int or multiprocessors < 1):
         raise value_error("multiprocessors", repr(multiprocessors), "an int of at least 1, or None")
     known, processors = _known_device(arch)

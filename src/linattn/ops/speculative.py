@@ -22,7 +22,6 @@ from linattn.spec.tiling import MAX_TOKENS
 _POOL: dict[str, Any] = {
     "idle": ("B", "HV"),
     "slots": ("state_indices", "B"),
-    "dynamic": ("B",),
 }
 """What the operators on a pool of states have in common."""
 
@@ -33,6 +32,7 @@ _POOL: dict[str, Any] = {
     results={"o": "out"},
     problem=("B", "H", "HV"),
     derived={"T": 1, "update_state": 1},
+    dynamic=("B",),
     **_POOL,
 )
 def la_decode(
@@ -84,6 +84,7 @@ def la_decode(
     problem=("B", "T", "H", "HV"),
     switches={"update_state": "update_state"},
     written={"state_pool": "update_state"},
+    dynamic=("B", "T"),
     **_POOL,
 )
 def la_decode_mtp(
@@ -127,6 +128,7 @@ def la_decode_mtp(
         ("v_buffer", "k_buffer"),
         ("accepted_len", "k_buffer"),
     ),
+    dynamic=("B", "T"),
     **_POOL,
 )
 def la_verify_kvbuffer(
@@ -171,6 +173,7 @@ def la_verify_kvbuffer(
     state_update.SIGNATURE,
     results={},
     problem=("B", "H", "HV"),
+    dynamic=("B",),
     **_POOL,
 )
 def la_state_update_kvbuffer(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from linattn.spec.signature import Signature
+from linattn.spec.signature import Signature, symbols_of
 
 Sizes = Mapping[str, int]
 """Sizes of a problem by symbol, and its switches (0 or 1) by name."""
@@ -60,14 +60,16 @@ class Operator:
     missing: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for a kernel whose launches cannot be split as it says."""
-        whole = next(spec for spec in self.signature.tensors if spec.whole)
-        for kernel in self.kernels.values():
-            if kernel.splits and kernel.splits in whole.dims:
-                raise ValueError(
-                    f"splits: got {kernel.splits}, expected no size of {whole.name}, which every "
-                    "launch gets whole"
-                )
+        """Raise ``ValueError`` for a kernel whose launches cannot be split as it says: a launch of
+        a part gets every tensor from its own start on."""
+        for splits in {kernel.splits for kernel in self.kernels.values()} - {""}:
+            for spec in self.signature.tensors:
+                inside = [dim for dim in spec.dims if splits in symbols_of((dim,))]
+                if inside and (inside != [splits] or splits not in spec.strided[:1]):
+                    raise ValueError(
+                        f"splits: got {splits}, expected a size that {spec.name} "
+                        f"{spec.shape_text} has in front, with a stride in the layout"
+                    )
 
     def __repr__(self) -> str:
         return self.name
@@ -93,7 +95,7 @@ class Function:
         needs: pairs of arguments; the first cannot be given without the second.
         slots: the argument that says which slot of a pool belongs to which request, and the symbol
             that counts requests; without it request n has slot n of ``P``.
-        dynamic: symbols that change from call to call. No rule but ``slots`` may depend on them.
+        dynamic: symbols that change from call to call; no numbers of heads.
         starts: result to the tensor whose content a fresh one has where nothing is launched, else
             zeros.
         checks: arguments that are neither tensors, bools nor floats, to what checks them.
@@ -115,13 +117,35 @@ class Function:
     checks: Mapping[str, Callable[[str, Any], Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for a dynamic symbol that a rule depends on."""
+        """Raise ``ValueError`` for names that the signature does not know, and for a dynamic symbol
+        that a rule between heads depends on."""
         signature = self.signature
-        ruled = {name for pair in (*signature.multiples, *signature.at_most) for name in pair}
-        ruled.update(option for _, options in signature.choices for option in options)
-        ruled.update(name for name, *_ in signature.bounds)
+        names = {spec.name for spec in signature.tensors}
+        labels = {spec.label for spec in signature.tensors}
+        options = {option for _, several in signature.choices for option in several}
+        known = symbols_of(dim for spec in signature.tensors for dim in spec.dims) | options
+        sizes, slots = known | self.derived.keys(), self.slots or ()
+        for what, given, expected in (
+            ("results", self.results, names),
+            ("problem", self.problem, sizes),
+            ("idle", self.idle, sizes),
+            ("derived", {x for x in self.derived.values() if isinstance(x, str)}, sizes),
+            ("written", self.written, names),
+            ("written", self.written.values(), self.switches),
+            ("needs", {x for pair in self.needs for x in pair}, labels),
+            ("slots", slots[:1], labels),
+            ("slots", slots[1:], sizes),
+            ("dynamic", self.dynamic, known),
+            ("starts", self.starts, self.results),
+            ("starts", self.starts.values(), names),
+        ):
+            unknown = sorted(set(given) - set(expected))
+            if unknown:
+                raise ValueError(f"{self.name}: {what}: got {unknown}, expected {sorted(expected)}")
+        ruled = options | {name for pair in signature.multiples for name in pair}
         if ruled & set(self.dynamic):
-            raise ValueError(f"dynamic: got {ruled & set(self.dynamic)}, expected no ruled symbol")
+            got = sorted(ruled & set(self.dynamic))
+            raise ValueError(f"{self.name}: dynamic: got {got}, expected no number of heads")
 
     def complete(self, sizes: dict[str, int]) -> dict[str, int]:
         """Add the derived sizes to those that tensors bind."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -48,6 +48,10 @@ class Kind(Enum):
 _PACKED_DIMS = {Kind.ROWS: 1, Kind.STATE: 2, Kind.INDEX: 0, Kind.LIST: 1, Kind.WHOLE: 0}
 _VECTOR_BYTES = 16
 _WORD_BYTES = 4
+
+LONGEST_STRIDE = 1 << 32
+"""Elements. A TMA descriptor holds a stride in 40 bits; a longer one than this must reach something
+to be put there."""
 
 
 @dataclass(frozen=True)
@@ -111,10 +115,14 @@ class TensorSpec:
         return self.dims[: len(self.dims) - self.packed]
 
     @cached_property
+    def tiled(self) -> bool:
+        """Whether rows are moved 16 bytes at a time, or by a TMA descriptor."""
+        return self.kind in (Kind.ROWS, Kind.STATE)
+
+    @cached_property
     def alignment(self) -> int:
         """Bytes that the address must be a multiple of."""
-        tiled = self.kind in (Kind.ROWS, Kind.STATE)
-        return _VECTOR_BYTES if tiled else self.element.itemsize
+        return _VECTOR_BYTES if self.tiled else self.element.itemsize
 
     @cached_property
     def stride_divisor(self) -> int:
@@ -174,11 +182,14 @@ class Measured:
             most may have any stride; what no TMA descriptor can hold is left out.
         itemsize: bytes of an element.
         span: bytes from its first element to the end of its last.
+        rigid: whether its strides were legal for these sizes alone: a dimension of size 1 may have
+            any.
     """
 
     strides: Mapping[str | int, int]
     itemsize: int
     span: int = 0
+    rigid: bool = False
 
 
 @dataclass(frozen=True)
@@ -363,6 +374,11 @@ def symbol(dim: str) -> tuple[str, int]:
     """The symbol of a size, and how much larger the size is: ``"N + 1"`` is ("N", 1)."""
     name, plus, more = dim.partition(" + ")
     return name, int(more) if plus else 0
+
+
+def symbols_of(dims: Iterable[str | int]) -> set[str]:
+    """The symbols of dimensions."""
+    return {symbol(dim)[0] for dim in dims if isinstance(dim, str)}
 
 
 def size_of(dim: str | int, sizes: Mapping[str, int]) -> int:

@@ -12,12 +12,10 @@ from linattn.errors import value_error
 from linattn.spec.operator import Grid, Kernel, Operator, Sizes
 from linattn.spec.signature import Kind, Signature, TensorSpec
 from linattn.spec.tensors import DECAY, HEADS, TOKENS
+from linattn.spec.tiling import HEAD_DIM
 
 CHUNK = 64
 """Tokens advanced by one step of the chunk loop."""
-
-HEAD_DIM = 128
-"""Key and value head dimension."""
 
 TILE = 64
 """Rows of V of one warpgroup: M of a WGMMA."""
