@@ -12,6 +12,8 @@ import math
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from types import CodeType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -93,6 +95,12 @@ def reading(
     key = (*[sizes[name] for name in text.variables], *[first[at].strides for at in text.strided])
     read, fill = text.compiled(words)
     return Reading(key, read, fill, (text.loose, text.free), text.outputs)
+
+
+@lru_cache(maxsize=256)
+def _code(text: str, file: str) -> CodeType:
+    """Compiled text. The same one comes again with other dispatch keys, such as under autocast."""
+    return compile(text, file, "exec")
 
 
 @dataclass
@@ -267,6 +275,6 @@ class _Text:
             "  return read, fill",
         ]
         file, made = f"<linattn sizes of {self.function.name}>", dict[str, Any]()
-        exec(compile("\n".join(lines) + "\n", file, "exec"), globals(), made)
+        exec(_code("\n".join(lines) + "\n", file), globals(), made)
         functions: tuple[Any, Any] = made["make"](words)
         return functions
