@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from linattn.ops._face import FACES, declared
+from linattn.ops import declared
+from linattn.ops._face import FACES
 from linattn.spec.operator import Kernel, Operator
 from linattn.spec.signature import Kind, Signature, TensorSpec
 

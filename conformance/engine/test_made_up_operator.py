@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -324,6 +325,60 @@ def test_a_declaration_that_does_not_fit(
 @DECLARED
 @pytest.mark.dispatch
 @pytest.mark.parametrize(
+    ("parameter", "message"),
+    [
+        ("alpha: float = 1.0", "alpha: got a float, expected a scalar of the signature"),
+        ("fast: bool = False", "fast: got a bool, expected a switch or result"),
+        ("n: int = 1", "n: got <class 'int'>, expected Tensor, Tensor | None, bool, float, or an"),
+        ("n=1", "n: got None, expected Tensor"),
+        ("_n: float = 1.0", "never: _n: got positional or keyword, expected a plain name"),
+        ("*rest: float", "never: rest: got variadic positional, expected a plain name"),
+    ],
+)
+def test_parameters_that_no_call_can_have(parameter: str, message: str) -> None:
+    text = f"def never(x: Tensor, gain: Tensor, {parameter}) -> Tensor: ..."
+    made: dict[str, Any] = {}
+    exec(text, {"Tensor": torch.Tensor}, made)
+    decorate = declared(made_up.OPERATOR, made_up.SIGNATURE, **made_up.RULES | {"results": {}})
+    with pytest.raises(TypeError, match=message.replace("|", r"\|")):
+        decorate(made["never"])
+    assert "never" not in FACES
+
+
+@DECLARED
+@pytest.mark.dispatch
+def test_scalars_of_the_signature_are_parameters() -> None:
+    scaled = replace(made_up.SIGNATURE, scalars=(("alpha", "f32"),))
+    with pytest.raises(TypeError, match=r"never: got no float parameters \['alpha'\]"):
+        _declare(scaled)
+    with pytest.raises(ValueError, match=r"never: flags: got \['fast'\], expected"):
+        _declare(replace(made_up.SIGNATURE, flags=("fast",)))
+    with pytest.raises(ValueError, match=r"never: sizes: got \['Z'\], expected"):
+        _declare(replace(made_up.SIGNATURE, sizes=("B", "T", "Z")))
+
+
+@WHOLE
+@pytest.mark.bitwise
+@pytest.mark.sm90
+@pytest.mark.sm100
+def test_a_function_of_which_no_size_is_dynamic(device: torch.device, assert_bitwise: Any) -> None:
+    rules = {name: rule for name, rule in made_up.RULES.items() if name != "dynamic"}
+
+    @declared(made_up.OPERATOR, made_up.SIGNATURE, **rules)
+    def still_copy(
+        x: torch.Tensor, gain: torch.Tensor, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Validates every size."""
+
+    del FACES["still_copy"]
+    for towers, rows in ((3, 4), (3, 4), (2, 5), (3, 4)):
+        x, gain = problem(device, towers, rows)
+        assert_bitwise(still_copy(x, gain), expected(x, gain))
+
+
+@DECLARED
+@pytest.mark.dispatch
+@pytest.mark.parametrize(
     "change",
     [
         {"results": {"yy": "out"}},
@@ -347,6 +402,16 @@ def test_names_that_the_signature_does_not_know(change: dict[str, Any]) -> None:
 @pytest.mark.dispatch
 def test_a_signature_that_no_function_has() -> None:
     x = made_up.X
+    for change, message in (
+        ({"dtype": "f16"}, r"x: dtype: got \['f16'\], expected"),
+        ({"holds": "slot"}, "x: holds: got slot, expected"),
+        ({"holds": "lengths"}, "x: holds lengths: got no size called T_max"),
+        ({"kind": Kind.INDEX}, r"x: got \[B, T, 128\], expected one dimension"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Signature((replace(x, **change), made_up.GAIN), ("B", "T"))
+    with pytest.raises(ValueError, match="n: got i32, expected f32"):
+        Signature((x, made_up.GAIN), ("B", "T"), scalars=(("n", "i32"),))
     with pytest.raises(ValueError, match="tensors: got 0 that go whole"):
         Signature((x,), ("B", "T"))
     with pytest.raises(ValueError, match="tensors: got 2 that go whole"):

@@ -151,7 +151,7 @@ def test_source_lines_have_an_entry_of_their_own(
 def test_the_sources_are_those_of_the_kernel_and_of_what_it_imports(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def digest(module: str, signature: str = "", **files: str) -> str:
+    def digest(module: str, *more: str, signature: str = "", **files: str) -> str:
         for name, text in files.items():
             path = tmp_path / name.replace("__", "/")
             path = path.with_suffix(".py")
@@ -159,7 +159,7 @@ def test_the_sources_are_those_of_the_kernel_and_of_what_it_imports(
             path.write_text(text)
         importlib.invalidate_caches()
         cache._sources.cache_clear()
-        return cache._sources(module, signature)
+        return cache._sources((module, *more), signature)
 
     monkeypatch.setattr(cache, "__file__", str(tmp_path / "host" / "cache.py"))
     monkeypatch.syspath_prepend(tmp_path)
@@ -176,7 +176,9 @@ def test_the_sources_are_those_of_the_kernel_and_of_what_it_imports(
     first = digest(alone, kernel_of_a_test="a")
     assert digest(alone, **{f"{parts}sm90": "c"}) == first
     assert len({*seen, first, digest(alone, kernel_of_a_test="b")}) == 9
-    assert digest(alone, "another signature") != digest(alone)
+    assert digest(alone, signature="another") != digest(alone)
+    helped = digest(alone, "helper_of_a_test", helper_of_a_test="a")
+    assert digest(alone, "helper_of_a_test", helper_of_a_test="b") != helped
     cache._sources.cache_clear()
 
 

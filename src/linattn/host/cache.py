@@ -138,16 +138,19 @@ def load_function(path: Path, symbol: str) -> Callable[..., Any]:
 
 
 @cache
-def _sources(module: str, signature: str) -> str:
-    """Digest of the package that holds a kernel's module (of the file alone, where none does), of
-    what kernels import from here, and of a signature, which may be declared elsewhere."""
-    found = importlib.util.find_spec(module)
-    if found is None or found.origin is None:
-        raise ModuleNotFoundError(f"{module}: there is no such kernel module", name=module)
-    origin = Path(found.origin)
+def _sources(modules: tuple[str, ...], signature: str) -> str:
+    """Digest of the packages that hold modules (of a file alone, where none does), of what kernels
+    import from here, and of a signature, which may be declared elsewhere."""
     digest = hashlib.sha256(signature.encode())
     root = Path(__file__).resolve().parents[1]
-    for place in (origin.parent if "." in module else origin, *(root / x for x in _SHARED_SOURCES)):
+    places = [root / name for name in _SHARED_SOURCES]
+    for module in modules:
+        found = importlib.util.find_spec(module)
+        if found is None or found.origin is None:
+            raise ModuleNotFoundError(f"{module}: there is no such kernel module", name=module)
+        origin = Path(found.origin)
+        places.append(origin.parent if "." in module else origin)
+    for place in places:
         for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
             name = path.relative_to(place.parent)
             digest.update(str(name).encode() + b"\0" + path.read_bytes())
@@ -181,14 +184,13 @@ def _host() -> str:
 
 def key(operator: Operator, target: str, config: Any) -> CacheKey:
     """Key of one configuration of ``operator``, compiled for ``target`` (such as ``sm_90a``)."""
+    kernel = dispatch.kernel_of(operator, Arch.parse(target))
     return CacheKey(
         operator=operator.name,
         target=target,
         config=repr(config),
         config_name=config.name(),
-        sources=_sources(
-            dispatch.kernel_of(operator, Arch.parse(target)).module, repr(operator.signature)
-        ),
+        sources=_sources((kernel.module, *kernel.sources), repr(operator.signature)),
         toolchain=_toolchain() + (", line info" if env.line_info() else ""),
         host=_host(),
     )

@@ -207,7 +207,7 @@ class Recipe:
         ]
         words = self._words(problem, sizes)
         self.at_ctas, self.at_workspace = self._at("ctas"), self._at("W")
-        if rigid:
+        if rigid or not function.dynamic:
             self.reading = sizes_of_calls.fixed(words, sizes, spans)
         else:
             first = [Described(x.shape, x.stride(), x.element_size()) for x in given]

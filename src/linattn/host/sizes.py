@@ -263,7 +263,7 @@ class _Text:
             "def make(words):",
             "  def read(given):",
             *(f"    {line}" for line in self.reads),
-            f"    if {' or '.join(self.wrong)}: return None",
+            f"    if {' or '.join(self.wrong) or False}: return None",
             *(f"    s_{at} = given[{at}].stride()" for at in self.strided),
             f"    return ({key})",
             "  def fill(key):",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from linattn.ops._face import declared
 from linattn.ops._tools import explain, warm_up
 from linattn.ops.lightning import lightning_attn_fwd, lightning_attn_fwd_varlen
 from linattn.ops.speculative import (
@@ -13,6 +14,7 @@ from linattn.ops.speculative import (
 )
 
 __all__ = [
+    "declared",
     "explain",
     "get_mtp_config",
     "la_decode",

@@ -41,10 +41,11 @@ class Face:
         self.function = function
         self.parameters = inspect.signature(stub).parameters
         hints = typing.get_type_hints(stub)
-        given = {name: hints[name] for name in self.parameters}
+        given = {name: hints.get(name) for name in self.parameters}
         tensors = [name for name, hint in given.items() if Tensor in (hint, *typing.get_args(hint))]
         self.optional = [name for name in tensors if given[name] is not Tensor]
         required = [name for name in tensors if given[name] is Tensor]
+        self._refuse_parameters(given)
         self._refuse(tensors)
         entries = {spec.label: spec for spec in function.signature.tensors}
         self.tensors = {name: entries[name] for name in (*required, *self.optional)}
@@ -68,13 +69,40 @@ class Face:
         self.given = cache(self._given)
         self.switches = cache(self._switches)
 
+    def _refuse_parameters(self, hints: Mapping[str, Any]) -> None:
+        """Raise ``TypeError`` for parameters that no call can have, or that nothing reads."""
+        name, function = self.function.name, self.function
+        if not name.isidentifier():
+            raise TypeError(f"{name}: got a function without a name, expected one")
+        scalars = [scalar for scalar, _ in function.operator.signature.scalars]
+        read = {
+            float: (scalars, "a scalar of the signature"),
+            bool: ((*function.switches.values(), *function.results.values()), "a switch or result"),
+        }
+        for x in self.parameters.values():
+            hint = hints[x.name]
+            if x.kind not in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY) or x.name.startswith("_"):
+                raise TypeError(
+                    f"{name}: {x.name}: got {x.kind.description}, expected a plain name"
+                )
+            if Tensor in (hint, *typing.get_args(hint)) or x.name in function.checks:
+                continue
+            if hint not in read:
+                expected = "Tensor, Tensor | None, bool, float, or an entry in checks"
+                raise TypeError(f"{name}: {x.name}: got {hint}, expected {expected}")
+            names, what = read[hint]
+            if x.name not in names:
+                raise TypeError(f"{name}: {x.name}: got a {hint.__name__}, expected {what}")
+        missing = [scalar for scalar in scalars if hints.get(scalar) is not float]
+        if missing:
+            raise TypeError(f"{name}: got no float parameters {missing}, expected the scalars")
+
     def _refuse(self, tensors: Sequence[str]) -> None:
         """Raise ``TypeError`` for a declaration that does not fit its parameters."""
         name, function = self.function.name, self.function
         entries = function.signature.tensors
         labels = [spec.label for spec in entries]
-        unknown = [x for x in self.parameters if x.startswith("_")]
-        unknown += [x for x in tensors if x not in labels]
+        unknown = [x for x in tensors if x not in labels]
         arguments = (*function.results.values(), *function.switches.values(), *function.checks)
         unknown += [x for x in arguments if x not in self.parameters]
         if unknown:

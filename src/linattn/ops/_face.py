@@ -73,6 +73,7 @@ def _written(face: Face) -> Any:
         "_refuse_grad": _refuse_grad,
         "_rows": face.rows,
         "_screen": _screen,
+        "_type": type,
         "_least": -validate.LARGEST_SCALE,
         "_most": validate.LARGEST_SCALE,
     }

@@ -96,7 +96,7 @@ def _scalars(face: Face) -> list[str]:
         if check is validate.flag:
             wrong.append(f"({name} is not True and {name} is not False)")
         elif check is validate.scalar:
-            wrong.append(f"type({name}) is not float or not _least <= {name} <= _most")
+            wrong.append(f"_type({name}) is not float or not _least <= {name} <= _most")
         else:
             wrong.append(f"{name} is not _default_{name}")
     if not wrong:

@@ -28,9 +28,13 @@ class Kernel:
         module: dotted name of the module whose ``KERNEL`` is compiled.
         configs: every shipped configuration. Each is hashable and has ``name()``.
         choose: sizes and multiprocessors to the configuration that serves them.
-        grid: configuration, sizes and multiprocessors to the launch grid.
+        grid: configuration, sizes and multiprocessors to the launch grid, as ``explain`` states it;
+            its CTAs stand in the layout where the signature has a size ``ctas``. The kernel makes
+            the launch, and has to agree.
         splits: symbol that a call of more than ``tiling.GRID_MAX`` is split over, into several
             launches; none by default.
+        sources: further modules that decide on the code. Cached code is that of ``module``, of the
+            package that holds it, and of what linattn itself gives to kernels.
         workspace: configuration and sizes to the elements ``W`` of the signature's tensor
             ``workspace``, which no caller gives; none by default.
     """
@@ -40,6 +44,7 @@ class Kernel:
     choose: Callable[[Sizes, int], Any]
     grid: Callable[[Any, Sizes, int], Grid]
     splits: str = ""
+    sources: tuple[str, ...] = ()
     workspace: Callable[[Any, Sizes], int] | None = None
 
 
@@ -137,6 +142,8 @@ class Function:
             ("slots", slots[1:], sizes),
             ("dynamic", self.dynamic, known),
             ("starts", self.starts, self.results),
+            ("flags", signature.flags, {*self.switches, *self.derived}),
+            ("sizes", signature.sizes, {*sizes, "ctas", "W"}),
             ("starts", self.starts.values(), names),
         ):
             unknown = sorted(set(given) - set(expected))

@@ -54,6 +54,10 @@ LONGEST_STRIDE = 1 << 32
 to be put there."""
 
 
+HOLDS: dict[str, str] = {"slopes": "", "offsets": "T", "slots": "P", "lengths": "T_max"}
+"""What elements may mean to checked mode, and the size that limits them."""
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """One tensor of an operator.
@@ -69,8 +73,7 @@ class TensorSpec:
         updated: an output that the kernel also reads.
         public: the argument's name in the public function, where it differs.
         also: further dtypes that are taken, as keys of ``DTYPES``.
-        holds: what its elements mean to checked mode: ``"slopes"``, ``"offsets"``, ``"slots"`` or
-            ``"lengths"``.
+        holds: what its elements mean to checked mode: a key of ``HOLDS``.
     """
 
     name: str
@@ -243,6 +246,23 @@ class Signature:
                 f"tensors: got {len(whole)} that go whole {whole}, expected one: it carries stream "
                 "and device"
             )
+        known = symbols_of(dim for spec in self.tensors for dim in spec.dims)
+        for spec in self.tensors:
+            unknown = [name for name in (spec.dtype, *spec.also) if name not in DTYPES]
+            if unknown:
+                raise ValueError(f"{spec.name}: dtype: got {unknown}, expected {sorted(DTYPES)}")
+            if spec.holds and spec.holds not in HOLDS:
+                raise ValueError(f"{spec.name}: holds: got {spec.holds}, expected {sorted(HOLDS)}")
+            needed = HOLDS.get(spec.holds, "")
+            if needed and needed not in known:
+                raise ValueError(f"{spec.name}: holds {spec.holds}: got no size called {needed}")
+            if spec.kind in (Kind.INDEX, Kind.LIST, Kind.WHOLE) and len(spec.dims) != 1:
+                raise ValueError(f"{spec.name}: got {spec.shape_text}, expected one dimension")
+        for name, dtype in self.scalars:
+            if dtype != "f32":
+                raise ValueError(
+                    f"{name}: got {dtype}, expected f32: what no tensor is, is a float"
+                )
         if self[whole[0]].optional:
             raise ValueError(f"{whole[0]}: got optional, expected a tensor that is always there")
         if len(set(self.arguments)) != len(self.arguments):
