@@ -260,9 +260,7 @@ class Signature:
                 raise ValueError(f"{spec.name}: got {spec.shape_text}, expected one dimension")
         for name, dtype in self.scalars:
             if dtype != "f32":
-                raise ValueError(
-                    f"{name}: got {dtype}, expected f32: what no tensor is, is a float"
-                )
+                raise ValueError(f"{name}: got {dtype}, expected f32: numbers of a call are floats")
         if self[whole[0]].optional:
             raise ValueError(f"{whole[0]}: got optional, expected a tensor that is always there")
         if len(set(self.arguments)) != len(self.arguments):
