@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
@@ -152,22 +150,6 @@ def tensor_of(access: Access) -> torch.Tensor:
     memory = (ctypes.c_uint8 * (count * access.itemsize)).from_address(access.address)
     flat = torch.frombuffer(memory, dtype=element)
     return flat.as_strided(access.shape, access.strides)
-
-
-@contextmanager
-def python_calls() -> Iterator[list[str]]:
-    """Functions of linattn that the block enters: host time in names, on any machine."""
-    calls: list[str] = []
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_globals["__name__"].startswith("linattn."):
-            calls.append(frame.f_code.co_name)
-
-    sys.setprofile(note)
-    try:
-        yield calls
-    finally:
-        sys.setprofile(None)
 
 
 @dataclass(frozen=True)

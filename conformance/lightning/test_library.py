@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from stand_ins import HostLauncher, ReferenceLauncher, python_calls
+from host_calls import python_calls
+from stand_ins import HostLauncher, ReferenceLauncher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from stand_ins import HostLauncher, Launched, python_calls
+from host_calls import python_calls
+from stand_ins import HostLauncher, Launched
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx

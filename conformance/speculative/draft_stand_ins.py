@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,22 +44,6 @@ class ModelLauncher(Launcher):
             runs[operator.name](found, call)
 
         return launch
-
-
-@contextmanager
-def python_calls() -> Iterator[list[str]]:
-    """Functions of linattn that the block enters: host time in names, on any machine."""
-    calls: list[str] = []
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_globals["__name__"].startswith("linattn."):
-            calls.append(frame.f_code.co_name)
-
-    sys.setprofile(note)
-    try:
-        yield calls
-    finally:
-        sys.setprofile(None)
 
 
 def tensor_of(access: Access) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from draft_stand_ins import python_calls
+from host_calls import python_calls
 
 import linattn
 from linattn.host import guards, launch, plan

@@ -111,7 +111,7 @@ def _idle(
             start = tensors.get(face.function.starts[name])
             fresh = fresh.zero_() if start is None else fresh.copy_(start)
         results.append(fresh)
-    return results[0] if len(results) == 1 else tuple(results) or None
+    return _some(results)
 
 
 def _empty(spec: TensorSpec, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -152,10 +152,11 @@ def _registered(face: Face, direct: Callable[..., Any]) -> dict[str, Any]:
     """Register the overloads of a face: one makes the first result, the other takes it."""
     function, results = face.function, list(face.function.results.items())
     passed = [name for name in face.parameters if name in face.schema]
+    names = (*passed, *(argument for _, argument in results[:1]))
     absent = dict.fromkeys(face.optional)
 
     def run(*values: Any) -> Any:
-        named = {**absent, **dict(zip((*passed, *(x for _, x in results[:1])), values))}
+        named = {**absent, **dict(zip(names, values))}
         made = direct(**named)
         if len(results) < 2:
             return made if results and named[results[0][1]] is None else None
@@ -170,7 +171,7 @@ def _registered(face: Face, direct: Callable[..., Any]) -> dict[str, Any]:
         return _some(own if named[results[0][1]] is None else own[1:])
 
     def fake(*values: Any) -> Any:
-        named = {**absent, **dict(zip((*passed, *(x for _, x in results[:1])), values))}
+        named = {**absent, **dict(zip(names, values))}
         tensors = {
             spec.name: named[name] for name, spec in face.tensors.items() if named[name] is not None
         }
@@ -194,7 +195,7 @@ def _registered(face: Face, direct: Callable[..., Any]) -> dict[str, Any]:
     return overloads
 
 
-def _some(results: Sequence[Tensor]) -> Any:
+def _some(results: Sequence[Tensor | None]) -> Any:
     return results[0] if len(results) == 1 else tuple(results) or None
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from linattn.errors import value_error
+
+Config = TypeVar("Config")
 
 GRID_MAX = 2**16 - 1
 """Most CTAs of a grid's second and third dimension."""
@@ -54,6 +56,15 @@ def row_smem_bytes(tile_v: int) -> int:
 def states_of(sizes: Mapping[str, int]) -> int:
     """States of a call."""
     return sizes["B"] * sizes["HV"]
+
+
+def by_states(configs: Sequence[Config], few: int) -> Callable[[Mapping[str, int], int], Config]:
+    """Choice of a kernel: the first of ``configs`` up to ``few`` states a call, else the last."""
+
+    def choose(sizes: Mapping[str, int], _: int) -> Config:
+        return configs[0 if states_of(sizes) <= few else -1]
+
+    return choose
 
 
 def row_grid(config: Any, sizes: Mapping[str, int], _: int) -> tuple[int, int, int]:

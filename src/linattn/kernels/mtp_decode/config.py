@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from linattn.spec.operator import Kernel, Operator, Sizes
+from linattn.spec.operator import Kernel, Operator
 from linattn.spec.signature import Kind, Signature, TensorSpec
 from linattn.spec.tensors import DECAY, DRAFT_BOUNDS, HEADS, STATE_INDICES, STATE_POOL, TOKENS
-from linattn.spec.tiling import HEAD_DIM, MAX_TOKENS, check_row_split, row_grid, states_of
+from linattn.spec.tiling import HEAD_DIM, MAX_TOKENS, by_states, check_row_split, row_grid
 
 RESIDENT_WARPS = {1: 32, 2: 20, 4: 12}
 """Warps that an SM holds at least, by rows of a lane: as many as spill no register."""
@@ -92,12 +92,13 @@ SIGNATURE = Signature(
     **HEADS,
 )
 
-
-def _kernel(family: str) -> Kernel:
-    def choose(sizes: Sizes, _: int) -> MtpConfig:
-        return CONFIGS[family][0 if states_of(sizes) <= FEW_STATES else -1]
-
-    return Kernel(f"{__package__}.simt", CONFIGS[family], choose, row_grid, splits="B")
-
-
-OPERATOR = Operator("mtp_decode", SIGNATURE, {family: _kernel(family) for family in CONFIGS})
+OPERATOR = Operator(
+    "mtp_decode",
+    SIGNATURE,
+    {
+        family: Kernel(
+            f"{__package__}.simt", configs, by_states(configs, FEW_STATES), row_grid, splits="B"
+        )
+        for family, configs in CONFIGS.items()
+    },
+)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from linattn.spec.operator import Kernel, Operator, Sizes
+from linattn.spec.operator import Kernel, Operator
 from linattn.spec.signature import Signature
 from linattn.spec.tensors import (
     ACCEPTED_LEN,
@@ -19,7 +19,7 @@ from linattn.spec.tensors import (
     STATE_INDICES,
     STATE_POOL,
 )
-from linattn.spec.tiling import check_row_split, row_grid, row_smem_bytes, states_of
+from linattn.spec.tiling import by_states, check_row_split, row_grid, row_smem_bytes
 
 RESIDENT_WARPS = {1: 32, 2: 24, 4: 16}
 """Warps that an SM holds at least, by rows of a lane: as many as spill no register."""
@@ -88,12 +88,13 @@ SIGNATURE = Signature(
     **HEADS,
 )
 
-
-def _kernel(family: str) -> Kernel:
-    def choose(sizes: Sizes, _: int) -> StateUpdateConfig:
-        return CONFIGS[family][0 if states_of(sizes) <= FEW_STATES else -1]
-
-    return Kernel(f"{__package__}.simt", CONFIGS[family], choose, row_grid, splits="B")
-
-
-OPERATOR = Operator("state_update", SIGNATURE, {family: _kernel(family) for family in CONFIGS})
+OPERATOR = Operator(
+    "state_update",
+    SIGNATURE,
+    {
+        family: Kernel(
+            f"{__package__}.simt", configs, by_states(configs, FEW_STATES), row_grid, splits="B"
+        )
+        for family, configs in CONFIGS.items()
+    },
+)
