@@ -66,11 +66,9 @@ def test_memory_then_disk_then_compiler(root: Path, builder: StubBuilder) -> Non
     first = get()
     assert get() is first
     cache.reset()
-    assert not cache.loaded(PREFILL, "sm_90a", StubConfig())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again = get()
-    assert cache.loaded(PREFILL, "sm_90a", StubConfig())
     assert again is not first
     assert builder.builds == [("lightning_prefill", "sm_90a", StubConfig())]
     assert again.path.parent == root / "lightning_prefill-sm_90a"
@@ -97,17 +95,17 @@ def test_the_count_is_of_distinct_configurations(root: Path, builder: StubBuilde
 def test_the_function_is_loaded_once_and_only_when_it_is_used(
     root: Path, builder: StubBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loads: list[tuple[Path, str]] = []
+    loads: list[tuple[bytes, str]] = []
 
     def load(path: Path, symbol: str) -> Callable[..., Any]:
-        loads.append((path, symbol))
+        loads.append((path.read_bytes(), symbol))
         return lambda: None
 
     monkeypatch.setattr(cache, "load_function", load)
     entry = get()
     assert loads == []
     assert entry.function is entry.function
-    assert loads == [(entry.path / "kernel.o", "stub_0")]
+    assert loads == [((entry.path / "kernel.o").read_bytes(), "stub_0")]
 
 
 @KEY
@@ -126,25 +124,13 @@ def test_each_part_of_the_key_has_an_entry_of_its_own(
     }
     if part in changes:
         where[part] = changes[part]
+    elif part == "toolchain":
+        monkeypatch.setattr(cache.toolchain, "described", lambda: "changed")
     else:
         monkeypatch.setattr(cache, f"_{part}", lambda *arguments: "changed")
     two = cache.get(**where)
     assert one.path != two.path
     assert len(builder.builds) == 2
-
-
-@KEY
-def test_source_lines_have_an_entry_of_their_own(
-    root: Path, builder: StubBuilder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run under a sanitizer asks for source lines; its machine code is no one else's."""
-    paths = set()
-    for value in ("", "0", "1", "True", "off"):
-        monkeypatch.setenv("CUTE_DSL_LINEINFO", value)
-        env.reset()
-        cache.reset()
-        paths.add(get().path)
-    assert len(paths) == len(builder.builds) == 2
 
 
 @KEY
@@ -245,6 +231,25 @@ def test_a_damaged_entry_is_built_again(root: Path, builder: StubBuilder, damage
         warnings.simplefilter("error")
         get()
     assert len(builder.builds) == 2
+
+
+@DAMAGE
+def test_what_is_loaded_is_what_was_verified(
+    root: Path, builder: StubBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever becomes of the files between the check and their use."""
+    loads: list[bytes] = []
+    monkeypatch.setattr(
+        cache, "load_function", lambda path, symbol: loads.append(path.read_bytes()) or print
+    )
+    good = {name: (get().path / name).read_bytes() for name in FILES}
+    cache.reset()
+    entry = get()
+    for name in FILES:
+        (entry.path / name).write_bytes(b"of somebody else")
+    assert entry.function is print
+    assert loads == [good["kernel.o"]]
+    assert (entry.ptx().encode(), entry.cubin()) == (good["kernel.ptx"], good["kernel.cubin"])
 
 
 @DAMAGE

@@ -11,6 +11,7 @@ uninitialised, and the bytes between the elements of strided views are out of bo
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -41,9 +42,18 @@ def emulated_function(operator: Operator, target: str, config: Any) -> EmulatedF
     name = str(found.path)
     with _lock:
         if name not in _functions:
-            host_object = (found.path / cache.OBJECT).read_bytes()
-            _functions[name] = load(host_object, found.ptx(), found.symbol)
+            _functions[name] = load(found.files[cache.OBJECT], found.ptx(), found.symbol)
         return _functions[name]
+
+
+def _start_afresh() -> None:
+    """In a process that was forked, where a thread of its parent may have held a lock."""
+    global _lock
+    _lock = threading.Lock()
+    _functions.clear()
+
+
+os.register_at_fork(after_in_child=_start_afresh)
 
 
 class EmulatedLauncher(Launcher):

@@ -10,6 +10,7 @@ import atexit
 import ctypes
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -53,20 +54,31 @@ def _folder() -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return folder
     folder = Path(tempfile.mkdtemp(prefix="ptx_emulator_"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    owner = os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # a process that was forked ends without taking it along
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
     return folder
 
 
-def compiler() -> str:
-    """Path of the C compiler; raises `NoCompiler` when there is none."""
-    name = os.environ.get("CC") or "cc"
+def compiler() -> list[str]:
+    """The C compiler as a command, `$CC` with its words; raises `NoCompiler` when there is none."""
+    text = os.environ.get("CC", "").strip() or "cc"
+    try:
+        # "ccache gcc" is two words, the path of a program in a folder with a space is one.
+        name, *words = [text] if shutil.which(text) else shlex.split(text)
+    except ValueError as error:
+        raise NoCompiler(f"CC: got {text!r}, expected a command: {error}") from error
     found = shutil.which(name)
     if found is None:
         raise NoCompiler(
             f"the emulator needs a C compiler to link a kernel's host code: {name!r} is not on the "
             "PATH. Install one (for example gcc) or set CC"
         )
-    return found
+    return [found, *words]
 
 
 def _compile(arguments: list[str | Path], output: Path) -> None:
@@ -74,11 +86,12 @@ def _compile(arguments: list[str | Path], output: Path) -> None:
     used.
     """
     temporary = output.with_name(f"{output.name}.{os.getpid()}")
-    command = [compiler(), *map(str, arguments), "-o", str(temporary)]
+    program = compiler()
+    command = [*program, *map(str, arguments), "-o", str(temporary)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise NoCompiler(
-            f"{' '.join(command[:1])} failed with exit code {done.returncode}:\n{done.stderr}"
+            f"{shlex.join(program)} failed with exit code {done.returncode}:\n{done.stderr}"
         )
     os.replace(temporary, output)
 
@@ -109,7 +122,8 @@ def link(host_object: bytes) -> Path:
             f.write(host_object)
             f.flush()
             # -Bsymbolic: another library of this process may define the same names
-            libraries = ["-Wl,-Bsymbolic", f"-L{tvm}", "-ltvm_ffi", f"-Wl,-rpath,{tvm}"]
+            path = ["-Xlinker", "-rpath", "-Xlinker", str(tvm)]  # which may hold a comma
+            libraries = ["-Wl,-Bsymbolic", f"-L{tvm}", "-ltvm_ffi", *path]
             _compile(["-shared", "-fPIC", shim, f.name, *libraries], out)
     return out
 

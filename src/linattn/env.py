@@ -1,4 +1,4 @@
-"""Every environment variable that linattn reads, in one table.
+"""Every environment variable that linattn reads, in one table, and those of its compiler.
 
 A variable is read once, at its first use; nothing is read at import and nothing on the call path.
 ``reset`` forgets what was read, for tests that change the environment.
@@ -7,7 +7,7 @@ A variable is read once, at its first use; nothing is read at import and nothing
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -36,7 +36,11 @@ def _flag(text: str) -> bool:
 
 
 def _path(text: str) -> Path:
-    return Path(text).expanduser().absolute()
+    """Absolute path; raises ``OSError`` for one below a home folder that nobody knows."""
+    try:
+        return Path(text).expanduser().absolute()
+    except RuntimeError as error:  # a user id without an entry, as in containers, and no HOME
+        raise OSError(f"{text}: {error}") from error
 
 
 VARIABLES: dict[str, Variable] = {
@@ -54,12 +58,6 @@ VARIABLES: dict[str, Variable] = {
             "0",
             _flag,
         ),
-        Variable(
-            "CUTE_DSL_LINEINFO",
-            "the compiler's own: machine code that names source lines, which is other machine code",
-            "0",
-            _flag,
-        ),
     )
 }
 """The table, by name."""
@@ -73,7 +71,11 @@ def read(name: str) -> Any:
 
 
 def cache_dir() -> Path:
-    """Root folder of the kernel cache."""
+    """Root folder of the kernel cache.
+
+    Raises:
+        OSError: it lies below a home folder, and the user has none.
+    """
     path: Path = read("LINATTN_CACHE_DIR")
     return path
 
@@ -84,12 +86,57 @@ def checked() -> bool:
     return on
 
 
-def line_info() -> bool:
-    """Whether kernels are compiled with source lines."""
-    on: bool = read("CUTE_DSL_LINEINFO")
-    return on
+COMPILER = "CUTE_DSL_"
+"""Prefix of the compiler's own variables."""
+
+OVERRIDDEN = frozenset(("ARCH", "ENABLE_TVM_FFI", "LIBS"))
+"""Its variables that change what it makes elsewhere; a build states the first two itself, and the
+third names libraries that only a launch from the compiling process needs."""
+
+HARMLESS = OVERRIDDEN | {
+    "CACHE_DIR",
+    "DISABLE_FILE_CACHING",
+    "DUMP_DIR",
+    "ENABLE_OPTIMIZATION_WARNINGS",
+    "FILTER_STACKTRACE",
+    "JIT_CACHE_MAX_ELEMS",
+    "JIT_TIME_PROFILING",
+    "KEEP",
+    "LOG_LEVEL",
+    "LOG_TO_CONSOLE",
+    "LOG_TO_FILE",
+    "NO_CACHE",
+    "PRINT_AFTER_PREPROCESSOR",
+    "PRINT_IR",
+    "SHOW_STACKTRACE",
+    "WARNINGS_IGNORE",
+}
+"""Its variables that change no code of ours. Any other one counts, also one that a later version
+may add."""
+
+_WORDS = {"true": "1", "yes": "1", "on": "1", "false": "0", "no": "0", "off": "0"}
+_DEFAULTS = {"TOLERATE_M2M": "1"}
+
+
+def code_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """The compiler's variables in ``environment`` that change machine code, by name; those at their
+    defaults are left out."""
+    told = {}
+    for name, text in sorted(environment.items()):
+        own = name.removeprefix(COMPILER)
+        value = _WORDS.get(text.strip().lower(), text.strip())
+        if own != name and own not in HARMLESS and value not in ("", _DEFAULTS.get(own, "0")):
+            told[name] = value
+    return told
+
+
+@cache
+def compiler_settings() -> dict[str, str]:
+    """``code_settings`` of this process."""
+    return code_settings(os.environ)
 
 
 def reset() -> None:
     """Forget every value read so far."""
     read.cache_clear()
+    compiler_settings.cache_clear()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from linattn import env
 from linattn.host import dispatch
 from linattn.host.arch import Arch
 from linattn.spec.dtypes import DTYPES
@@ -63,9 +67,20 @@ def build(operator: Operator, target: str, config: Any) -> Artifact:
     Not thread-safe, because the DSL's compiler is not; ``host/cache.py`` serialises its calls.
 
     Raises:
+        RuntimeError: settings of the compiler were changed after it had read them, or ask it for
+            no code.
         TypeError: a kernel whose parameters are not the arguments of its signature, in order.
     """
     from cutlass import cute
+
+    from linattn.device import compat
+
+    read, told = compat.settings(), env.compiler_settings()
+    if env.code_settings(read) != {name: told[name] for name in read if name in told}:
+        raise RuntimeError(
+            f"{env.COMPILER}*: got {told}, expected {env.code_settings(read)}, which cutlass read "
+            "when it was imported"
+        )
 
     module = dispatch.kernel_of(operator, Arch.parse(target)).module
     kernel = importlib.import_module(module).KERNEL(config)
@@ -77,13 +92,27 @@ def build(operator: Operator, target: str, config: Any) -> Artifact:
     symbol = config.name()
     # The default name spells out every layout; a profiler row should be readable.
     kernel.kernel.set_name_prefix(symbol, remove_cutlass_symbol=True, keep_mangled_name=False)
-    with tempfile.TemporaryDirectory(prefix="linattn-build-") as folder:
+    with _plain_folder() as folder:
         options = f"--gpu-arch {target} --enable-tvm-ffi --keep-ptx --keep-cubin"
         compiled = cute.compile(
             kernel,
             *fake_arguments(operator.signature),
             options=f"{options} --dump-dir {folder}",
         )
+        if compiled is None:
+            raise RuntimeError(f"{symbol}: got no code, expected a kernel; settings: {told}")
         path = Path(folder) / "kernel.o"
         compiled.export_to_c(str(path), function_name=symbol)
         return Artifact(path.read_bytes(), compiled.__cubin__, compiled.__ptx__, symbol)
+
+
+@contextmanager
+def _plain_folder() -> Iterator[str]:
+    """A temporary folder by a name that holds neither spaces nor quotes, whatever ``TMPDIR`` holds:
+    the compiler takes it as a word of its options, at several levels."""
+    with tempfile.TemporaryDirectory(prefix="linattn-build-") as folder:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            yield f"/proc/{os.getpid()}/fd/{handle}"
+        finally:
+            os.close(handle)

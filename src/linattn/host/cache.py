@@ -3,18 +3,19 @@
 A disk entry is one folder ``<root>/<operator>-<target>/<configuration>-<hash>/`` with ``kernel.o``,
 ``kernel.ptx``, ``kernel.cubin`` and ``meta.json`` (the full key and a digest of each file). It is
 written beside its final place and renamed into it while a file lock is held, so readers need no
-lock and see all of an entry or none. An entry that cannot be read or does not match its digests is
-a miss: it is moved aside with a warning and built again. ``kernel.o`` is host code that this
-process will run, so its digest is checked before every load.
+lock and see all of an entry or none; where a file system has no locks, processes may compile the
+same kernel at the same time, and the first one's entry stays. An entry that cannot be read or does
+not match its digests is a miss: it is moved aside with a warning and built again. ``kernel.o`` is
+host code that this process will run: what is loaded are the bytes whose digest was checked.
 """
 
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread  # noqa: F401
 import contextlib
 import fcntl
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -23,31 +24,26 @@ import shutil
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
 from linattn import env
 from linattn.errors import CacheWarning
-from linattn.host import build, dispatch
+from linattn.host import build, dispatch, toolchain
 from linattn.host.arch import Arch
 from linattn.spec.operator import Operator
+
+if TYPE_CHECKING:
+    import torch
 
 FORMAT = 1
 """Layout of an entry; raised when its files or their meaning change."""
 
 OBJECT, PTX, CUBIN, META = "kernel.o", "kernel.ptx", "kernel.cubin", "meta.json"
 
-_TOOLCHAIN = (
-    "nvidia-cutlass-dsl",
-    "nvidia-cutlass-dsl-libs-base",
-    "nvidia-cutlass-dsl-libs-core",
-    "nvidia-cutlass-dsl-libs-cu12",
-    "nvidia-cutlass-dsl-libs-cu13",
-    "apache-tvm-ffi",
-)
 _SHARED_SOURCES = ("device", "schedulers", "spec", "host/build.py")
 _INSTRUCTION_SETS = ("sse", "ssse", "avx", "amx", "fma", "bmi", "f16c", "lzcnt", "abm", "movbe")
 
@@ -63,7 +59,8 @@ class CacheKey:
         config_name: its short name, for people.
         sources: digest of the kernel's own sources, of what they import from this package, and of
             the signature.
-        toolchain: versions of the packages that compile and load, and whether source lines are on.
+        toolchain: versions of the packages that compile and load, the CUDA toolkit among them, and
+            settings that change code.
         host: instruction set of this machine, because the object holds host code compiled for it.
         format: layout of the entry.
     """
@@ -95,36 +92,48 @@ class Loaded:
         key: what it was built for.
         path: folder that holds its files.
         symbol: name of the function in the object.
+        files: what its files held when they were verified, by name.
+        launched: devices that hold the code, because the function was launched on them.
     """
 
-    def __init__(self, key: CacheKey, path: Path, symbol: str) -> None:
+    def __init__(self, key: CacheKey, path: Path, symbol: str, files: Mapping[str, bytes]) -> None:
         self.key = key
         self.path = path
         self.symbol = symbol
+        self.files = files
+        self.launched: set[torch.device] = set()
         self._function: Callable[..., Any] | None = None
         self._lock = threading.Lock()
 
     @property
     def function(self) -> Callable[..., Any]:
         """The compiled function; the object is loaded at the first use."""
-        with self._lock:
+        with self._lock, _compiler_lock:
             if self._function is None:
-                self._function = load_function(self.path / OBJECT, self.symbol)
+                # From a copy: the entry's own file may no longer be what was verified.
+                with tempfile.TemporaryDirectory(prefix="linattn-load-") as folder:
+                    path = Path(folder) / OBJECT
+                    path.write_bytes(self.files[OBJECT])
+                    self._function = load_function(path, self.symbol)
             return self._function
+
+    def renew_lock(self) -> None:
+        """Forget who is loading; for a process that was forked."""
+        self._lock = threading.Lock()
 
     def ptx(self) -> str:
         """PTX of the kernel."""
-        return (self.path / PTX).read_text()
+        return self.files[PTX].decode()
 
     def cubin(self) -> bytes:
         """Machine code of the kernel."""
-        return (self.path / CUBIN).read_bytes()
+        return self.files[CUBIN]
 
 
 def load_function(path: Path, symbol: str) -> Callable[..., Any]:
     """Load an object file and return its function ``symbol``.
 
-    Whoever runs objects in another way (an emulator) takes ``Loaded.path`` and never calls this.
+    Whoever runs objects in another way (an emulator) takes ``Loaded.files`` and never calls this.
     """
     from cutlass import cute
 
@@ -158,17 +167,6 @@ def _sources(modules: tuple[str, ...], signature: str) -> str:
 
 
 @cache
-def _toolchain() -> str:
-    def version(package: str) -> str:
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            return "absent"
-
-    return ", ".join(f"{package} {version(package)}" for package in _TOOLCHAIN)
-
-
-@cache
 def _host() -> str:
     flags: set[str] = set()
     with contextlib.suppress(OSError):
@@ -191,7 +189,7 @@ def key(operator: Operator, target: str, config: Any) -> CacheKey:
         config=repr(config),
         config_name=config.name(),
         sources=_sources((kernel.module, *kernel.sources), repr(operator.signature)),
-        toolchain=_toolchain() + (", line info" if env.line_info() else ""),
+        toolchain=toolchain.described(),
         host=_host(),
     )
 
@@ -204,7 +202,8 @@ _Touch = tuple[str, str, Any]
 _memory: dict[_Touch, Loaded] = {}
 _memory_lock = threading.Lock()
 _key_locks: dict[_Touch, threading.Lock] = {}
-_build_lock = threading.Lock()
+_compiler_lock = threading.RLock()  # the DSL is not thread-safe
+_lock_files: set[IO[str]] = set()
 
 
 def get(operator: Operator, target: str, config: Any) -> Loaded:
@@ -226,9 +225,18 @@ def get(operator: Operator, target: str, config: Any) -> Loaded:
     return found
 
 
-def loaded(operator: Operator, target: str, config: Any) -> bool:
-    """Whether the configuration is in memory, so that ``get`` neither reads a file nor compiles."""
-    return (operator.name, target, config) in _memory
+def launched(operator: Operator, target: str, config: Any, device: torch.device) -> bool:
+    """Whether the configuration has been launched on a device, so that a call there neither
+    compiles nor loads."""
+    found = _memory.get((operator.name, target, config))
+    return found is not None and device in found.launched
+
+
+def note_launch(operator: Operator, target: str, config: Any, device: torch.device) -> None:
+    """Remember a first launch on a device, of what is in memory."""
+    found = _memory.get((operator.name, target, config))
+    if found is not None:
+        found.launched.add(device)
 
 
 def compile_count() -> int:
@@ -248,31 +256,39 @@ def reset() -> None:
 
 
 def _fetch(operator: Operator, cache_key: CacheKey, config: Any) -> Loaded:
-    root = env.cache_dir()
-    path = root / cache_key.folder
+    try:
+        path = env.cache_dir() / cache_key.folder
+    except OSError as error:
+        return _write_privately(cache_key, _build(operator, cache_key.target, config), error)
     found = _read(cache_key, path)
     if found is not None:
         return found
-    with contextlib.ExitStack() as stack:
-        problem: OSError | None = None
+    with _locked(path):
+        found = _read(cache_key, path, quiet=True)
+        if found is not None:
+            return found
+        _move_aside(path)
+        artifact = _build(operator, cache_key.target, config)
         try:
+            return _write(cache_key, artifact, path)
+        except OSError as error:
+            found = _read(cache_key, path, quiet=True)  # of a process that was quicker
+            return found or _write_privately(cache_key, artifact, error)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keep other processes from building an entry, where the file system has locks."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context(open(path.with_name(path.name + ".lock"), "a"))
+            _lock_files.add(lock)
+            stack.callback(_lock_files.discard, lock)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:
-            problem = error
-        else:
-            found = _read(cache_key, path, quiet=True)
-            if found is not None:
-                return found
-            _move_aside(path)
-        artifact = _build(operator, cache_key.target, config)
-        if problem is None:
-            try:
-                return _write(cache_key, artifact, path)
-            except OSError as error:
-                problem = error
-        return _write_privately(cache_key, artifact, root, problem)
+            # Closing it is not enough where a process was forked meanwhile, which has it open too.
+            stack.callback(fcntl.flock, lock, fcntl.LOCK_UN)
+        yield
 
 
 def _read(cache_key: CacheKey, path: Path, quiet: bool = False) -> Loaded | None:
@@ -281,10 +297,11 @@ def _read(cache_key: CacheKey, path: Path, quiet: bool = False) -> Loaded | None
         meta = json.loads((path / META).read_text())
         if meta["key"] != asdict(cache_key):
             raise ValueError("it was written for another key")
-        for name in (OBJECT, PTX, CUBIN):
-            if hashlib.sha256((path / name).read_bytes()).hexdigest() != meta["sha256"][name]:
+        files = {name: (path / name).read_bytes() for name in (OBJECT, PTX, CUBIN)}
+        for name, data in files.items():
+            if hashlib.sha256(data).hexdigest() != meta["sha256"][name]:
                 raise ValueError(f"the digest of {name} does not match")
-        return Loaded(cache_key, path, str(meta["symbol"]))
+        return Loaded(cache_key, path, str(meta["symbol"]), files)
     except Exception as error:
         if not quiet and os.path.lexists(path):
             warnings.warn(
@@ -312,13 +329,18 @@ def _remove(path: Path) -> None:
 
 
 def _write(cache_key: CacheKey, artifact: build.Artifact, path: Path) -> Loaded:
-    """Write an entry beside its place and rename it there; the caller holds the lock."""
+    """Write an entry beside its place and rename it there.
+
+    Raises:
+        OSError: it cannot be written, or another process has put one there.
+    """
     files = {OBJECT: artifact.object, PTX: artifact.ptx.encode(), CUBIN: artifact.cubin}
     meta = {
         "key": asdict(cache_key),
         "symbol": artifact.symbol,
         "sha256": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
     }
+    path.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=path.name + ".tmp-", dir=path.parent))
     try:
         for name, data in files.items():
@@ -329,32 +351,68 @@ def _write(cache_key: CacheKey, artifact: build.Artifact, path: Path) -> Loaded:
     except BaseException:
         _remove(scratch)
         raise
-    return Loaded(cache_key, path, artifact.symbol)
+    return Loaded(cache_key, path, artifact.symbol, files)
 
 
 @cache
 def _private_root() -> Path:
     root = Path(tempfile.mkdtemp(prefix="linattn-"))
-    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    owner = os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # a process that was forked ends without taking it along
+            shutil.rmtree(root, ignore_errors=True)
+
+    atexit.register(remove)
     return root
 
 
-def _write_privately(
-    cache_key: CacheKey, artifact: build.Artifact, root: Path, error: OSError
-) -> Loaded:
+def _write_privately(cache_key: CacheKey, artifact: build.Artifact, error: OSError) -> Loaded:
     """Serve this process from a folder of its own when the cache cannot be written."""
     warnings.warn(
-        f"kernel cache {root} cannot be written ({error}); this process compiles for itself. "
+        f"the kernel cache cannot be written ({error}); this process compiles for itself. "
         "Point LINATTN_CACHE_DIR at a writable folder",
         CacheWarning,
         stacklevel=2,
     )
     path = _private_root() / cache_key.folder
-    path.parent.mkdir(parents=True, exist_ok=True)
     _remove(path)
     return _write(cache_key, artifact, path)
 
 
 def _build(operator: Operator, target: str, config: Any) -> build.Artifact:
-    with _build_lock:  # the DSL's compiler is not thread-safe
+    with _compiler_lock:
         return build.build(operator, target, config)
+
+
+FORK_WAIT = 20.0
+"""Seconds that ``os.fork`` waits at most for a compilation of another thread, which takes four."""
+
+_waited: list[bool] = []
+
+
+def _before_fork() -> None:
+    """Let a compilation end: its locks, the interpreter's own for an import among them, would stay
+    taken in the new process."""
+    _waited.append(_compiler_lock.acquire(timeout=FORK_WAIT))
+
+
+def _after_fork() -> None:
+    if _waited.pop():
+        _compiler_lock.release()
+
+
+def _in_child() -> None:
+    """Threads that hold locks are not there, and file locks that they took are the parent's."""
+    global _memory_lock, _compiler_lock
+    _memory_lock, _compiler_lock = threading.Lock(), threading.RLock()
+    _waited.clear()
+    _key_locks.clear()
+    for entry in _memory.values():
+        entry.renew_lock()
+    for file in _lock_files:
+        file.close()
+    _lock_files.clear()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)

@@ -8,6 +8,7 @@ as the graph lives, so that a replay shares nothing with other work.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,10 @@ class _Block:
 
 
 _blocks: dict[tuple[torch.device, int], _Block] = {}
+
+
+# In a process that was forked, a thread of its parent may hold a block for ever.
+os.register_at_fork(after_in_child=_blocks.clear)
 
 
 @contextmanager
