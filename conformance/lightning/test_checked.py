@@ -177,7 +177,7 @@ def test_a_capture_is_refused(host: HostLauncher, monkeypatch: pytest.MonkeyPatc
     inputs = problem(HOST, 5)
     linattn.lightning_attn_fwd(*inputs.arguments)
     monkeypatch.setattr(host, "capturing", lambda: True)
-    monkeypatch.setattr(cache, "loaded", lambda *key: True)
+    monkeypatch.setattr(cache, "launched", lambda *key: True)
     with linattn.checked():
         with pytest.raises(RuntimeError, match=r"^lightning_attn_fwd_varlen: checked .*capture"):
             call()

@@ -20,12 +20,34 @@ from torch.nn import Parameter
 # ---------------------------------------------------------------------------------------------
 # Who watches
 
-_modes: Any = torch._C._len_torch_dispatch_stack  # untyped
-_mode: Any = torch._C._get_dispatch_mode
-_RECORDING: Any = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
-_tracing: Any = torch._C._is_tracing
-_transforms: Any = torch._C._functorch.maybe_current_level
-_included: Any = torch._C._dispatch_tls_is_dispatch_key_included
+
+def _private(*names: str) -> list[Any]:
+    """Private names of torch, None for those that a version does not have."""
+    found = []
+    for name in names:
+        value: Any = torch._C
+        for part in name.split("."):
+            value = getattr(value, part, None)
+        found.append(value)
+    return found
+
+
+_WATCHERS = (
+    "_len_torch_dispatch_stack",
+    "_get_dispatch_mode",
+    "_TorchDispatchModeKey.PROXY",
+    "_TorchDispatchModeKey.FAKE",
+    "_is_tracing",
+    "_functorch.maybe_current_level",
+    "_dispatch_tls_is_dispatch_key_included",
+    "DispatchKey.PreDispatch",
+    "_dispatch_tls_local_include_set",
+)
+_found = _private(*_WATCHERS)
+_modes, _mode, _proxy, _fake, _tracing, _transforms, _included, _pre_dispatch, _keys = _found
+_level: Any = getattr(forward_ad, "_current_level", None)
+_askable = None not in (*_found, _level)
+"""Whether this torch can be asked who watches."""
 
 
 def eager() -> bool:
@@ -34,13 +56,19 @@ def eager() -> bool:
     A graph recorded from the direct path would hold the allocations of the results and not what
     fills them; under the mode of fake tensors those have no memory. A mode of somebody's own that
     watches sees the allocations. The rest of the question is ``plain``, which warm calls need not
-    ask.
+    ask. Where torch cannot be asked, every call takes the dispatcher, which is right and slower.
     """
     return not (
         is_compiling()
         or forward_ad._current_level >= 0
-        or (_modes() and any(_mode(key) is not None for key in _RECORDING))
+        or (_modes() and (_mode(_proxy) is not None or _mode(_fake) is not None))
     )
+
+
+if not _askable:
+
+    def eager() -> bool:
+        return False
 
 
 def plain(tensors: Sequence[torch.Tensor]) -> bool:
@@ -50,7 +78,7 @@ def plain(tensors: Sequence[torch.Tensor]) -> bool:
     ``torch.jit.trace``, a pre-dispatch recorder and a transform of ``torch.func`` change the
     thread's dispatch keys, which ``Matches`` compares.
     """
-    if _tracing() or _transforms() is not None or _included(torch._C.DispatchKey.PreDispatch):
+    if _tracing() or _transforms() is not None or _included(_pre_dispatch):
         return False
     return all(type(x) is torch.Tensor or type(x) is Parameter for x in tensors)
 
@@ -117,14 +145,14 @@ def _repeating(
 
 def _plain(tensors: Sequence[torch.Tensor], sizes: Dims | None, strides: Dims | None) -> Matches:
     """The check in Python."""
-    expected, keys = list(map(_properties, tensors)), _keys()
+    expected, keys = list(map(_properties, tensors)), _included_keys()
     fixed_sizes = [list(x.shape) for x in tensors] if sizes is None else sizes
     fixed_strides = [list(x.stride()) for x in tensors] if strides is None else strides
 
     def matches(*others: torch.Tensor) -> bool:
         try:
             return (
-                _keys() == keys
+                _included_keys() == keys
                 and len(others) == len(expected)
                 and list(map(_properties, others)) == expected
                 and _first_places(others) == list(range(len(others)))
@@ -136,6 +164,11 @@ def _plain(tensors: Sequence[torch.Tensor], sizes: Dims | None, strides: Dims | 
     return matches
 
 
+def _included_keys() -> Any:
+    """Dispatch keys that the thread includes; where they are not known, nobody relies on them."""
+    return None if _keys is None else _keys()
+
+
 def _properties(x: torch.Tensor) -> tuple[Any, ...]:
     return type(x), x.dim(), x.dtype, x.device, x.requires_grad, x.is_neg()
 
@@ -144,8 +177,6 @@ def _fits(x: torch.Tensor, sizes: Sequence[int | None], strides: Sequence[int | 
     pairs = (*zip(x.shape, sizes), *zip(x.stride(), strides))
     return all(wanted is None or got == wanted for got, wanted in pairs)
 
-
-_keys: Any = torch._C._dispatch_tls_local_include_set  # untyped
 
 _trusted: _Build | None = None
 

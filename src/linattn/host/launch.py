@@ -123,18 +123,17 @@ class Launcher:
         self.plans.clear()
         self.recipes.clear()
 
-    def ready(self, operator: Operator, arch: Arch, config: Any, public: str) -> Callable[..., Any]:
-        """``function``, refused inside a capture when the configuration is not loaded yet.
-
-        Raises:
-            RuntimeError: the configuration is cold and a graph is being captured.
-        """
-        if self.capturing() and not cache.loaded(operator, arch.target, config):
+    def refuse_cold(
+        self, operator: Operator, arch: Arch, config: Any, device: torch.device, public: str
+    ) -> None:
+        """Raise ``RuntimeError`` while a graph is being captured and the configuration has not been
+        launched on the device, which would compile it or load its code."""
+        if self.capturing() and not cache.launched(operator, arch.target, config, device):
             raise RuntimeError(
-                f"{public}: its first call would compile inside a graph capture; call "
-                f'linattn.warm_up("{public}") or the operator itself once before the capture'
+                f"{public}: its first call on {device} would compile or load inside a graph "
+                f'capture; call linattn.warm_up("{public}") or the operator itself there once '
+                "before the capture"
             )
-        return self.function(operator, arch, config)
 
 
 class CudaLauncher(Launcher):

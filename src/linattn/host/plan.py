@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from linattn.errors import value_error
-from linattn.host import checked, dispatch, guards, validate
+from linattn.host import cache, checked, dispatch, guards, validate
 from linattn.host import sizes as sizes_of_calls
 from linattn.host.launch import WORKSPACE, Launch, Launcher, Launches
 from linattn.host.sizes import Described
@@ -165,6 +165,19 @@ class Planned:
         self.latest = places
 
 
+class _First:
+    """What a plan runs until its configuration has been launched on the device of its recipe."""
+
+    def __init__(self, recipe: Recipe, plan: Planned, config: Any, run: Callable[..., Any]) -> None:
+        self._recipe, self._plan, self._config, self._run = recipe, plan, config, run
+
+    def __call__(self, *arguments: Any) -> None:
+        self._recipe.refuse_cold(self._config)
+        self._run(*arguments)
+        self._recipe.note_launch(self._config)
+        self._plan.run = self._run
+
+
 class Recipe:
     """How calls of one form are planned whose tensors differ in dynamic sizes, and the strides that
     follow from these, alone.
@@ -173,6 +186,7 @@ class Recipe:
         accepts: whether tensors are of that sort.
         plans: some of those made, by sizes and strides.
         latest: the one that was asked for last.
+        launched: configuration that was launched last.
         traits: what the plans have in common.
     """
 
@@ -194,6 +208,7 @@ class Recipe:
         self.kernel = dispatch.kernel_of(function.operator, self.arch)
         self.multiprocessors = launcher.multiprocessors(self.traits.device)
         self.compiled: tuple[Any, Callable[..., Any]] | None = None
+        self.launched: Any = None
         self.plans: dict[sizes_of_calls.Key, Planned] = {}
         # A function without indices gives request n slot n.
         self.by_place = function.slots is not None and not any(
@@ -264,15 +279,19 @@ class Recipe:
         if doubtful:
             for at, spec in self.reading.outputs:
                 validate.writes_once(spec, given[at])
-        run = None if self.idle else self._launches(sizes, layout)
+        config, run = (None, None) if self.idle else self._launches(sizes, layout)
         made = Planned(self.traits, sizes, run, layout, spans)
+        if run is not None and config is not self.launched:
+            made.run = _First(self, made, config, run)
         if len(self.plans) >= RECENT:
             self.plans = {}  # of one step, so that neither a lock nor a fork can be in the way
         self.plans[key] = self.latest = made
         return made
 
-    def _launches(self, sizes: dict[str, int], layout: array[int]) -> Callable[..., Any]:
-        """What launches a problem; completes its sizes and layout."""
+    def _launches(
+        self, sizes: dict[str, int], layout: array[int]
+    ) -> tuple[Any, Callable[..., Any]]:
+        """Configuration of a problem and what launches it; completes its sizes and layout."""
         kernel = self.kernel
         config = kernel.choose(sizes, self.multiprocessors)
         x, y, z = kernel.grid(config, sizes, self.multiprocessors)
@@ -282,12 +301,22 @@ class Recipe:
             layout[self.at_workspace] = sizes["W"] = kernel.workspace(config, sizes)
         compiled = self.compiled  # which another thread may replace
         if compiled is None or compiled[0] is not config:
-            operator, public = self.function.operator, self.function.name
-            ready = self.launcher.ready(operator, self.arch, config, public)
-            self.compiled = compiled = config, ready
+            self.refuse_cold(config)
+            function = self.launcher.function(self.function.operator, self.arch, config)
+            self.compiled = compiled = config, function
         if kernel.workspace is None and (not kernel.splits or sizes[kernel.splits] <= GRID_MAX):
-            return compiled[1]
-        return self._several(compiled[1], sizes, layout)
+            return compiled
+        return config, self._several(compiled[1], sizes, layout)
+
+    def refuse_cold(self, config: Any) -> None:
+        """Raise ``RuntimeError`` in a capture before the first launch of a configuration."""
+        function, device = self.function, self.traits.device
+        self.launcher.refuse_cold(function.operator, self.arch, config, device, function.name)
+
+    def note_launch(self, config: Any) -> None:
+        """Remember a launch of a configuration, which has loaded its code on the device."""
+        cache.note_launch(self.function.operator, self.arch.target, config, self.traits.device)
+        self.launched = config
 
     def _several(self, function: Callable[..., Any], sizes: Sizes, layout: array[int]) -> Launches:
         """Launches of a call that is more than a compiled function."""

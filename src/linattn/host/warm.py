@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linattn.host import dispatch, validate
+from linattn.host import cache, dispatch, validate
 from linattn.host.launch import Launcher
 from linattn.spec.operator import Kernel, Operator
 from linattn.spec.signature import Measured, Signature, size_of, symbol
@@ -27,7 +27,8 @@ def every(launcher: Launcher, operator: Operator, device: torch.device) -> None:
     for config in kernel.configs:
         compiled = launcher.function(operator, arch, config)
         with launcher.guard(device) or nullcontext():
-            _once(operator.signature, kernel, config, compiled, device)
+            used = _once(operator.signature, kernel, config, compiled, device)
+        cache.note_launch(operator, arch.target, config, used)
 
 
 def _once(
@@ -36,8 +37,9 @@ def _once(
     config: Any,
     compiled: Callable[..., Any],
     device: torch.device,
-) -> None:
-    """Launch a compiled configuration on a problem of size 1, which loads its code.
+) -> torch.device:
+    """Launch a compiled configuration on a problem of size 1, which loads its code; returns the
+    device with its number.
 
     Its slots are -1, which is padding, so that it writes an output row and nothing else.
     """
@@ -60,3 +62,4 @@ def _once(
     layout = array("q", signature.layout(measured, ones, ones))
     places = (x if signature[name].whole else x.data_ptr() for name, x in tensors.items())
     compiled(*places, layout.buffer_info()[0], *(1.0 for _ in signature.scalars))
+    return next(iter(tensors.values())).device

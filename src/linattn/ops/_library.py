@@ -46,9 +46,11 @@ def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> 
     return getattr(getattr(getattr(torch.ops, NAMESPACE), operator), overload or "default")
 
 
-_unpack_dual: Any = forward_ad.unpack_dual
-_mapped: Any = torch._C._functorch.is_batchedtensor
-_derived: Any = torch._C._functorch.is_gradtrackingtensor
+_unpack_dual: Any = forward_ad.unpack_dual  # untyped
+_functorch: Any = getattr(torch._C, "_functorch", None)
+# Without them torch itself refuses a transform, in its own words.
+_mapped: Any = getattr(_functorch, "is_batchedtensor", lambda x: False)
+_derived: Any = getattr(_functorch, "is_gradtrackingtensor", lambda x: False)
 
 
 def refuse_derived(named: Iterable[tuple[str, Tensor]]) -> None:
@@ -59,9 +61,8 @@ def refuse_derived(named: Iterable[tuple[str, Tensor]]) -> None:
         TypeError: such as by ``torch.vmap`` or ``torch.func.grad``.
         ValueError: a dual tensor.
     """
-    forward = forward_ad._current_level >= 0
     for name, x in named:
-        if forward and _unpack_dual(x).tangent is not None:
+        if _unpack_dual(x).tangent is not None:
             raise value_error(name, "a dual tensor", "one without a tangent (no derivative exists)")
         if _mapped(x) or (_derived(x) and x.requires_grad):
             got = f"a tensor that torch.{'vmap maps' if _mapped(x) else 'func derives by'}"
