@@ -2,7 +2,7 @@
 
 import torch
 
-from linattn.errors import value_error
+from linattn.errors import type_error, value_error
 
 
 def lightning_slopes(
@@ -19,8 +19,12 @@ def lightning_slopes(
     has no decay, and the last layer (``layer == num_layers``) would have none at all. ALiBi slopes,
     which other models use, are a different schedule.
 
-    Raises ``ValueError`` for ``heads < 1`` or a layer outside ``0 .. num_layers``.
+    Raises ``TypeError`` for a number that is no int, ``ValueError`` for ``heads < 1`` or a layer
+    outside ``0 .. num_layers``.
     """
+    for name, value in (("heads", heads), ("layer", layer), ("num_layers", num_layers)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise type_error(name, repr(value), "an int")
     if heads < 1:
         raise value_error("heads", heads, "at least 1")
     if num_layers < 1 or not 0 <= layer <= num_layers:
