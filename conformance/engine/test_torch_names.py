@@ -25,7 +25,7 @@ NAMES = (
     "torch._C._functorch",
     "torch._C._dynamo.guards.TensorGuards",
     "torch.autograd.forward_ad._current_level",
-    "torch.Tag.needs_exact_strides",
+    "torch.Tag.pt2_compliant_tag",
 )
 
 SCRIPT = Path(__file__).with_name("without_a_name.py")
