@@ -11,7 +11,7 @@ knows (for ``torch.compile``, recorders, fake tensors and subclasses), ``warm_up
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -118,6 +118,12 @@ def _empty(spec: TensorSpec, shape: Sequence[int], device: torch.device) -> Tens
     return torch.empty(shape, dtype=validate.dtype(spec.element.torch), device=device)
 
 
+def _refuse_grads(named: Iterable[tuple[str, Tensor, bool]]) -> None:
+    """Raise for a tensor that requires grad, while grad mode is on, and may not."""
+    if torch.is_grad_enabled():
+        validate.no_grad([(label, x) for label, x, differentiable in named if not differentiable])
+
+
 def _refuse_grad(face: Face, form: int, given: Sequence[Tensor]) -> None:
     """Raise for the tensor that requires grad; called while grad mode is on."""
     signature = face.function.signature
@@ -138,10 +144,10 @@ def _screen(rows: Sequence[tuple[str, str, bool, bool]], tensors: Sequence[Tenso
         for (label, text, optional, differentiable), x in zip(rows, tensors)
         if x is not None or not optional
     ]
-    if not is_compiling():
-        _library.refuse_derived([(label, x) for label, x, _ in named])
-    if torch.is_grad_enabled():
-        validate.no_grad([(label, x) for label, x, differentiable in named if not differentiable])
+    if is_compiling():  # Dynamo may lose the words of what is raised here; fake results say it
+        return
+    _library.refuse_derived([(label, x) for label, x, _ in named])
+    _refuse_grads(named)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -175,6 +181,11 @@ def _registered(face: Face, direct: Callable[..., Any]) -> dict[str, Any]:
         tensors = {
             spec.name: named[name] for name, spec in face.tensors.items() if named[name] is not None
         }
+        _refuse_grads(
+            (spec.label, tensors[spec.name], spec.whole)
+            for spec in face.tensors.values()
+            if spec.name in tensors
+        )
         sizes = function.complete(dict(validate.check(function, tensors).sizes))
         device = next(iter(tensors.values())).device
         made: list[Tensor] = []
