@@ -6,7 +6,6 @@ nox -s evidence               the README's tables from the runs in conformance/e
 nox -s release                cpu, then sdist and wheel in dist/, from a clean checkout
 """
 
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -14,8 +13,12 @@ from pathlib import Path
 import nox
 
 ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT / "plugins"))
+
+from pytest_kernel_claims import driver
+
 EVIDENCE = ROOT / "conformance" / "evidence"
-GPU_ENVIRONMENTS = {"9.0": "sm90", "10.0": "sm100", "10.3": "sm100"}
+GPU_ENVIRONMENTS = {(9, 0): "sm90", (10, 0): "sm100", (10, 3): "sm100"}
 
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["verify"]
@@ -35,22 +38,18 @@ def claims(session: nox.Session, *arguments: str) -> None:
 
 def gpu_environment() -> str | None:
     """The tox environment of the first GPU of this machine, None where there is none."""
-    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    try:
-        found = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    found = driver.capabilities()
     return GPU_ENVIRONMENTS.get(found[0]) if found else None
 
 
 @nox.session
 def verify(session: nox.Session) -> None:
-    """Runs cpu and the environment of the GPU there is, then prints their claims together."""
+    """Runs cpu and the environment of the GPU there is, then says what they show together."""
     environments = ["cpu", *filter(None, [gpu_environment()])]
     for environment in environments:
         tox(session, environment)
     found = [one for name in environments for one in Path(".tox", name).glob("claims*.json")]
-    claims(session, "merge", *map(str, sorted(found)))
+    claims(session, "verdict", *map(str, sorted(found)))
     if len(environments) == 1:
         session.warn("no supported GPU here: nothing that needs one was verified")
 

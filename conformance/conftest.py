@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
@@ -15,6 +15,18 @@ settings.register_profile("default", max_examples=25, deadline=None)
 settings.register_profile("ci", max_examples=40, deadline=None, derandomize=True)
 settings.register_profile("long", max_examples=500, deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A skip names the test, wherever the fixture is that decided on it."""
+    report = yield
+    if report.skipped and isinstance(report.longrepr, tuple):
+        path, line, _ = item.reportinfo()
+        report.longrepr = str(path), (line or 0) + 1, report.longrepr[2]
+    return report
 
 
 @pytest.fixture

@@ -429,6 +429,7 @@ def test_import_loads_no_compiler_and_no_gpu() -> None:
 
 
 @IMPORT
+@pytest.mark.perf
 def test_import_is_fast_once_torch_is_there() -> None:
     output = run(
         "import time, torch\n"

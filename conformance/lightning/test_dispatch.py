@@ -183,6 +183,23 @@ def test_explain_without_a_device_asks_for_an_architecture(monkeypatch: pytest.M
 
 @EXPLAIN
 @pytest.mark.parametrize(
+    ("built", "told"),
+    [(None, r"torch \S+ is built without CUDA"), ("13.0", "no NVIDIA driver or no GPU")],
+)
+def test_without_a_gpu_emulation_is_named(
+    built: str | None, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", built)
+    named = r"use_launcher\(ptx_emulator\.launcher\.EmulatedLauncher\('sm90'\)\)"
+    with pytest.raises(RuntimeError, match=f"{told}.*{named}"):
+        linattn.warm_up("la_decode")
+    with pytest.raises(ValueError, match=rf"got a tensor on cpu, expected .* CUDA device.*{named}"):
+        call("cpu")
+
+
+@EXPLAIN
+@pytest.mark.parametrize(
     ("op", "shapes", "error", "message"),
     [
         ("attention", {"B": 1}, ValueError, "one of la_decode, .*lightning_attn_fwd"),

@@ -30,6 +30,13 @@ GPUS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _on_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test starts is a run of its own, also where the test runs on an xdist worker."""
+    for name in [name for name in os.environ if name.startswith("PYTEST_XDIST_")]:
+        monkeypatch.delenv(name)
+
+
 class Suite:
     """A pytest project in a temporary folder, on a machine with the GPU named by ``on``."""
 

@@ -80,7 +80,7 @@ def test_families_are_exact(capability: arch.Capability, fits: set[str]) -> None
 @pytest.mark.parametrize(
     ("gpu", "passed", "reasons"),
     [
-        ("none", 1, ["needs sm90; GPU here: none", "needs sm90 or sm100; GPU here: none"]),
+        ("none", 1, ["needs sm90; GPU here: none (*)", "needs sm90 or sm100; GPU here: none (*)"]),
         ("h200", 3, []),
         ("b300", 2, ["needs sm90; GPU here: NVIDIA B300 (10.3)"]),
         ("rtx", 1, ["needs sm90 or sm100; GPU here: NVIDIA RTX 6000 (12.0)"]),
@@ -96,14 +96,14 @@ def test_a_test_skips_elsewhere(suite: Suite, gpu: str, passed: int, reasons: li
 def test_selecting_an_absent_architecture_skips_with_the_reason(suite: Suite) -> None:
     result = suite.write(THREE).run("-m", "sm90", "-rs")
     result.assert_outcomes(skipped=2, deselected=1)
-    result.stdout.fnmatch_lines(["SKIPPED * needs sm90; GPU here: none"])
+    result.stdout.fnmatch_lines(["SKIPPED * needs sm90; GPU here: none (*)"])
     assert result.ret == 0
 
 
 @pytest.mark.parametrize(
     ("gpu", "wanted", "line"),
     [
-        ("none", "sm90", "*=sm90 requires a GPU of compute capability 9.0; GPU here: none"),
+        ("none", "sm90", "*=sm90 requires a GPU of compute capability 9.0; GPU here: none (*)"),
         ("b200", "sm90", "*capability 9.0; GPU here: NVIDIA B200 (10.0)"),
         ("b200", "sm103", "*capability 10.3; GPU here: NVIDIA B200 (10.0)"),
         ("h200", "sm100", "*capability 10.0 or 10.3; GPU here: NVIDIA H200 (9.0)"),
@@ -128,6 +128,42 @@ def test_a_required_machine_that_is_there_runs(suite: Suite) -> None:
 
 def test_an_unknown_architecture_is_refused(suite: Suite) -> None:
     assert suite.write(THREE).run("--gpu-arch=sm91").ret == pytest.ExitCode.USAGE_ERROR
+
+
+@pytest.mark.parametrize(
+    ("built", "visible", "driver", "told"),
+    [
+        (None, None, "580.1", "torch * is built without CUDA"),
+        ("13.0", "", "580.1", "hidden by CUDA_VISIBLE_DEVICES"),
+        ("13.0", "-1", "580.1", "hidden by CUDA_VISIBLE_DEVICES"),
+        ("13.0", None, None, "no NVIDIA driver"),
+        ("13.0", "0", "580.1", "torch finds none, driver 580.1"),
+    ],
+)
+@pytest.mark.parametrize("emulator", [False, True])
+def test_why_there_is_no_gpu(
+    suite: Suite,
+    monkeypatch: pytest.MonkeyPatch,
+    built: str | None,
+    visible: str | None,
+    driver: str | None,
+    told: str,
+    emulator: bool,
+) -> None:
+    """And what can be done without one, where an emulator is installed."""
+    monkeypatch.setattr("torch.version.cuda", built)
+    monkeypatch.setattr(arch, "driver_version", lambda: driver)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if emulator:
+        suite.pytester.makeconftest("def pytest_kernel_claims_device(config, arch): return None")
+        told += "; --gpu-arch=emulated runs kernels without one"
+    result = suite.write(THREE).run("-rs")
+    result.stdout.fnmatch_lines([f"SKIPPED * needs sm90; GPU here: none ({told})"])
+    result = suite.run("--gpu-arch=sm90")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"*GPU here: none ({told})"])
 
 
 def test_none_hides_the_gpu(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,7 +211,7 @@ def test_table_and_closing_words(suite: Suite) -> None:
             "       worst: error 4 us (limit 5)",
             "3 claims: 1 verified, 2 not run",
             "not shown by this run:",
-            "  2 claims: needs sm90; GPU here: none [[]LA-1 LA-2[]]",
+            "  3 tests of 2 claims: needs sm90; GPU here: none (*) [[]LA-1 LA-2[]]",
             "  claims in 1 module(s) that failed at import are not counted",
         ]
     )

@@ -45,16 +45,16 @@ def test_several_launches(
     run(name, plain)
 
     launcher = launch.current()
-    ready, launches = launcher.ready, []
+    compiled, launches = launcher.function, []
 
     def counted(*arguments: Any) -> Any:
-        function = ready(*arguments)
+        function = compiled(*arguments)
         return lambda *given: launches.append(given) or function(*given)
 
     for module in (tiling, plan):
         monkeypatch.setattr(module, "GRID_MAX", 2)
     plan_anew()
-    monkeypatch.setattr(launcher, "ready", counted)
+    monkeypatch.setattr(launcher, "function", counted)
     run(name, views)
     assert len(launches) == -(-batch // 2)
     for key, x in plain.items():

@@ -116,11 +116,11 @@ def pytest_kernel_claims_device(config: pytest.Config, arch: str | None) -> Devi
 
 
 class Machine(NamedTuple):
-    """What tests may run on: a GPU, or a provider, or (both None) only the CPU."""
+    """What tests may run on: a GPU, or a provider, or (both None) only the CPU, and then why."""
 
     gpu: Gpu | None = None
     provider: DeviceProvider | None = None
-    hidden: bool = False
+    absence: str = ""
 
     @property
     def capabilities(self) -> tuple[Capability, ...]:
@@ -132,8 +132,8 @@ class Machine(NamedTuple):
         if self.provider is not None:
             listed = ", ".join(map(sm_name, self.capabilities))
             return f"emulated here: {listed} by {self.provider.name}"
-        if self.hidden:
-            return "GPU here: none (hidden by --gpu-arch=none)"
+        if self.gpu is None and self.absence:
+            return f"GPU here: none ({self.absence})"
         return f"GPU here: {self.gpu or 'none'}"
 
     def choose(self, needs: tuple[str, ...]) -> Capability | None:
@@ -187,9 +187,33 @@ def _nvidia_smi_driver() -> str:
 def machine(config: pytest.Config) -> Machine:
     """The machine of this session; looked at on the first call."""
     if _MACHINE not in config.stash:
-        hidden = config.getoption("gpu_arch") == "none"
-        config.stash[_MACHINE] = Machine(hidden=True) if hidden else Machine(gpu=detect())
+        if config.getoption("gpu_arch") == "none":
+            found = Machine(absence="hidden by --gpu-arch=none")
+        else:
+            gpu = detect()
+            found = Machine(gpu, absence="" if gpu else _advised(config, absence()))
+        config.stash[_MACHINE] = found
     return config.stash[_MACHINE]
+
+
+def absence() -> str:
+    """Why torch has no GPU here, as far as one can tell without asking CUDA."""
+    try:
+        import torch
+    except ImportError:
+        return "torch is not installed"
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return "hidden by CUDA_VISIBLE_DEVICES"
+    driver = driver_version()
+    return f"torch finds none, driver {driver}" if driver else "no NVIDIA driver"
+
+
+def _advised(config: pytest.Config, why: str) -> str:
+    """With what can be done about it, where an installed plugin emulates GPUs."""
+    emulators = config.hook.pytest_kernel_claims_device.get_hookimpls()
+    return f"{why}; --gpu-arch=emulated runs kernels without one" if emulators else why
 
 
 def known_machine(config: pytest.Config) -> Machine | None:

@@ -74,6 +74,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--claims-json", metavar="PATH", help="write verdicts and provenance of all claims to PATH"
     )
     group.addoption(
+        "--claims-report",
+        choices=("table", "none"),
+        default="table",
+        help="what of the claims is told when the run ends: 'none' leaves it to whoever reads the "
+        "file of --claims-json",
+    )
+    group.addoption(
         "--require-claims",
         metavar="FILE",
         help="fail unless every claim listed in FILE (an id a line, # comments) is verified",

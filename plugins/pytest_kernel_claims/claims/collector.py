@@ -124,10 +124,11 @@ class Collector:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        lines = list(table(self.claims.values()))
-        if lines:
+        lines: list[str] = []
+        if self.claims and self.config.getoption("claims_report") == "table":
+            lines += table(self.claims.values())
             lines += closing(self.claims.values(), self.modules)
-        lines += [f"ratio set {one.describe()}" for _, one in sorted(self.sets.items())]
+            lines += [f"ratio set {one.describe()}" for _, one in sorted(self.sets.items())]
         lines += [
             f"cubin {name} came in {len(digests)} versions: the compiler was not reproducible"
             for name, digests in sorted(self.cubins.items())

@@ -146,9 +146,9 @@ def load(path: str, *more: Any) -> dict[str, Any]:
     return value
 
 
-def load_all(paths: Sequence[str]) -> list[dict[str, Any]]:
+def load_all(paths: Sequence[str], *more: Any) -> list[dict[str, Any]]:
     """``load`` each; files of one name are told apart by the paths as given."""
-    runs = [load(path) for path in paths]
+    runs = [load(path, *more) for path in paths]
     names = Counter(run["file"] for run in runs)
     for path, run in zip(paths, runs):
         if names[run["file"]] > 1:

@@ -110,19 +110,18 @@ class Claim:
                 found[name] = Measurement(name, one.geometric_mean, one.geomean), one.name
         return found
 
-    def reasons(self) -> set[str]:
-        """Why this claim is not verified, apart from failures."""
-        reasons = {
-            row.reason or row.outcome
-            for row in self.rows.values()
-            if row.outcome not in ("passed", "failed", "error", "not run")
-        }
+    def reasons(self) -> dict[str, set[str]]:
+        """Why this claim is not verified, apart from failures, each with the tests concerned."""
+        reasons: dict[str, set[str]] = {}
+        for test, row in self.rows.items():
+            if row.outcome not in ("passed", "failed", "error", "not run"):
+                reasons.setdefault(row.reason or row.outcome, set()).add(test)
         if self.counts()["not run"] > 0:
-            reasons.add("the run ended before all its tests had run")
+            reasons["the run ended before all its tests had run"] = set()
         for one in self.sets:
             if one.verdict == "incomplete":
                 got = f"{len(one.measured)} of {one.rows}"
-                reasons.add(f"ratio set {one.name} is incomplete: {got} rows")
+                reasons[f"ratio set {one.name} is incomplete: {got} rows"] = set()
         return reasons
 
     def as_json(self) -> dict[str, Any]:

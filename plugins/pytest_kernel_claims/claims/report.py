@@ -45,20 +45,28 @@ def _asides(claim: Claim) -> str:
     return f" ({', '.join(named)})" if named else ""
 
 
+def counted(number: int, what: str) -> str:
+    """``1 test``, ``2 tests``."""
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 def closing(claims: Iterable[Claim], modules: Counter[str]) -> Iterator[str]:
     """What was shown, and what this run could not show and why."""
     claims = sorted(claims, key=lambda claim: claim.id)
     verdicts = Counter(claim.verdict for claim in claims)
     told = [f"{verdicts[verdict]} {verdict}" for verdict in VERDICTS if verdicts[verdict]]
-    yield f"{len(claims)} claim{'s' * (len(claims) != 1)}: {', '.join(told)}"
-    reasons: dict[str, list[str]] = {}
+    yield f"{counted(len(claims), 'claim')}: {', '.join(told)}"
+    reasons: dict[str, tuple[list[str], set[str]]] = {}
     for claim in claims:
-        for reason in claim.reasons():
-            reasons.setdefault(reason, []).append(claim.id)
+        for reason, tests in claim.reasons().items():
+            ids, named = reasons.setdefault(reason, ([], set()))
+            ids.append(claim.id)
+            named |= tests
     if reasons:
         yield "not shown by this run:"
-    for reason, ids in sorted(reasons.items(), key=lambda pair: (-len(pair[1]), pair[0])):
-        yield f"  {len(ids)} claim{'s' * (len(ids) != 1)}: {reason} [{' '.join(ids)}]"
+    for reason, (ids, named) in sorted(reasons.items(), key=lambda x: (-len(x[1][0]), x[0])):
+        of = f"{counted(len(named), 'test')} of " if named else ""
+        yield f"  {of}{counted(len(ids), 'claim')}: {reason} [{' '.join(ids)}]"
     for outcome, number in sorted(modules.items()):
         yield f"  claims in {number} module(s) that {outcome} at import are not counted"
 

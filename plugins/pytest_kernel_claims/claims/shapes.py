@@ -157,6 +157,7 @@ def _escalation(value: Any) -> bool:
 
 EVIDENCE = {
     "exitstatus": WHOLE,
+    "modules_not_collected": Optional(Each(COUNT)),
     "claims": Each(
         {
             "kinds": [TEXT],
@@ -177,7 +178,7 @@ EVIDENCE = {
         )
     ),
 }
-"""What only ``audit`` reads."""
+"""What ``audit`` reads, and ``verdict`` in part."""
 
 
 def check(run: Any, *shapes: Any) -> None:

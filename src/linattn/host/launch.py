@@ -136,6 +136,20 @@ class Launcher:
             )
 
 
+EMULATION = (
+    'kernels run on CPU tensors inside "with linattn.host.launch.use_launcher('
+    "ptx_emulator.launcher.EmulatedLauncher('sm90'))\""
+)
+"""What can be done without a GPU, by its full name."""
+
+
+def _absence() -> str:
+    """Why torch has no CUDA device, as far as it can be told."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    return "there is no NVIDIA driver or no GPU, or CUDA_VISIBLE_DEVICES hides it"
+
+
 class CudaLauncher(Launcher):
     """The default: kernels run on the CUDA device of the tensors, on torch's current stream."""
 
@@ -144,11 +158,11 @@ class CudaLauncher(Launcher):
         self._devices = 0
 
     def expects(self, device: torch.device) -> str:
-        return "" if device.type == "cuda" else "a tensor on a CUDA device"
+        return "" if device.type == "cuda" else f"a tensor on a CUDA device ({EMULATION})"
 
     def default_device(self) -> torch.device:
         if not torch.cuda.is_available():
-            raise RuntimeError("no CUDA device is available")
+            raise RuntimeError(f"no CUDA device is available: {_absence()} ({EMULATION})")
         return torch.device("cuda", torch.cuda.current_device())
 
     def arch(self, device: torch.device) -> Arch:

@@ -1,0 +1,231 @@
+"""The environments ``cpu``, ``demo`` and those of a GPU, as tox runs them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_kernel_claims import driver
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "conformance"))
+
+import environments  # noqa: E402
+
+pytestmark = pytest.mark.claim("PLUGIN-ENV", "environments run what they say and end in a verdict")
+
+
+# ---------------------------------------------------------------------------------------------
+# cpu
+
+
+class Runs:
+    """Takes the place of ``subprocess.run``: notes the commands, and gives them exit statuses."""
+
+    def __init__(self, *statuses: int) -> None:
+        self.commands: list[list[str]] = []
+        self._statuses = list(statuses)
+
+    def __call__(self, command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
+        self.commands.append(command)
+        status = self._statuses.pop(0) if self._statuses else 0
+        for word in command:
+            name, _, file = word.partition("--claims-json=")
+            if file and not name and status in (0, 1):
+                Path(file).write_text("{}")
+        return subprocess.CompletedProcess(command, status)
+
+    def of(self, word: str) -> list[list[str]]:
+        return [command for command in self.commands if word in command]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def start(*statuses: int) -> Runs:
+        runs = Runs(*statuses)
+        monkeypatch.setattr(environments.subprocess, "run", runs)
+        return runs
+
+    return start
+
+
+def test_cpu_checks_and_runs_and_judges(started: Any, tmp_path: Path) -> None:
+    runs = started()
+    assert environments.cpu(tmp_path, []) == 0
+    checks = list(environments.checks())
+    assert runs.commands[: len(checks)] == checks
+    assert checks[-2:] == [["mypy"], ["lint-imports"]]
+    tests = runs.of("pytest")
+    assert [next(x for x in command if "gpu-arch" in x) for command in tests] == [
+        "--gpu-arch=emulated-sm90",
+        "--gpu-arch=emulated-sm90",
+        "--gpu-arch=emulated-sm100",
+    ]
+    timed = [any(word.startswith("-n") for word in command) for command in tests]
+    assert timed == [True, False, True]
+    assert all("conformance" in command for command in tests)
+    marked = [command[command.index("-m", 3) + 1] for command in tests]
+    assert marked == ["not perf", "perf", "sm100 and not perf"]
+    assert runs.commands[-1][-3:] == [
+        str(tmp_path / f"{run.name}.json") for run in environments.CPU
+    ]
+
+
+def test_cpu_stops_at_a_check_that_fails(started: Any, tmp_path: Path) -> None:
+    runs = started(3)
+    assert environments.cpu(tmp_path, []) == 3
+    assert len(runs.commands) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "marked", "rest"),
+    [
+        (["conformance/plugin"], "not perf", ["conformance/plugin"]),
+        (["-k", "a or b"], "not perf", ["-k", "a or b"]),
+        (["-m", "bitwise or x", "a.py"], "(bitwise or x) and (not perf)", ["a.py"]),
+        (["-mbitwise", "a.py"], "(bitwise) and (not perf)", ["a.py"]),
+        (["-x", "--maxfail=2", "a.py::b[c-d]"], "not perf", ["-x", "--maxfail=2", "a.py::b[c-d]"]),
+    ],
+)
+def test_arguments_hold_in_every_run(
+    started: Any, tmp_path: Path, arguments: list[str], marked: str, rest: list[str]
+) -> None:
+    runs = started()
+    environments.cpu(tmp_path, arguments)
+    tests = runs.of("pytest")
+    assert len(tests) == len(runs.commands) - 1 == 3
+    for command in tests:
+        at = command.index(rest[0])
+        assert command[at : at + len(rest)] == rest
+        assert "conformance" not in command
+    assert tests[0][-1] == marked
+
+
+@pytest.mark.parametrize(
+    ("statuses", "status", "judged"),
+    [
+        ((0, 5, 5, 0), 0, 1),
+        ((5, 5, 0, 0), 0, 1),
+        ((5, 5, 5), 5, 0),
+        ((0, 1, 0, 0), 1, 3),
+        ((5, 4, 5), 4, 0),
+        ((0, 0, 0, 1), 1, 3),
+    ],
+)
+def test_runs_without_tests_do_not_count(
+    started: Any, tmp_path: Path, statuses: tuple[int, ...], status: int, judged: int
+) -> None:
+    runs = started(*statuses)
+    assert environments.cpu(tmp_path, ["some.py"]) == status
+    verdicts = runs.of("verdict")
+    assert [len(command[4:]) for command in verdicts] == ([judged] if judged else [])
+
+
+# ---------------------------------------------------------------------------------------------
+# demo
+
+
+def test_the_demo_has_a_test_of_every_part() -> None:
+    """By name: each is there, none is chosen twice."""
+    tests = [test for part in environments.DEMO for test in part.tests]
+    assert len(set(tests)) == len(tests)
+    folders = {test.split("/")[0] for test in tests}
+    assert folders == {"lightning", "speculative", "emulator"}
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--gpu-arch=none"]
+    paths = [str(ROOT / "conformance" / test) for test in tests]
+    done = subprocess.run(
+        [*command, *paths], cwd=ROOT, capture_output=True, text=True, check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [line for line in done.stdout.splitlines() if "::" in line]
+    assert [line.removeprefix("conformance/") for line in found] == tests
+
+
+def ended(tmp_path: Path, gpu: Any, **changed: tuple[str, str]) -> list[str]:
+    """Ending of a demo whose tests passed, but for those of a part named by its number."""
+    rows = {}
+    for number, part in enumerate(environments.DEMO):
+        outcome, reason = changed.get(f"part{number}", ("passed", ""))
+        rows |= {f"conformance/{t}": {"outcome": outcome, "reason": reason} for t in part.tests}
+    run = {"gpu": gpu, "claims": {"ANY": {"tests": rows}}}
+    return list(environments.ending(run, tmp_path / "claims.json"))
+
+
+H200 = {"name": "NVIDIA H200", "sm": "sm90"}
+
+
+@pytest.mark.parametrize("gpu", [None, H200])
+def test_a_demo_ends_in_few_lines(tmp_path: Path, gpu: Any) -> None:
+    lines = ended(tmp_path, gpu, part6=("skipped", "needs a GPU"))
+    assert len("\n".join(lines).splitlines()) <= 13
+    assert ("On NVIDIA H200:" if gpu else "Without a GPU, kernels emulated:") in lines[0]
+    assert [line.split()[0] for line in lines[1:7]] == ["shown"] * 6
+    assert lines[7].startswith("  not shown kernels keep")
+    assert lines[8] == "  why not: needs a GPU"
+    assert "tox -e sm90" in lines[-2]
+    assert lines[-1] == f"Claims of this run: {tmp_path / 'claims.json'}"
+
+
+@pytest.mark.parametrize("outcome", ["failed", "error"])
+def test_a_demo_hides_no_failure(tmp_path: Path, outcome: str) -> None:
+    lines = ended(tmp_path, None, part2=(outcome, ""))
+    assert sum(line.startswith("  FAILED") for line in lines) == 1
+    lines = ended(tmp_path, {"name": "NVIDIA B200", "sm": "sm100"}, part0=("not run", ""))
+    assert lines[1].startswith("  not shown prefill")
+    assert "tox -e sm100" in lines[-2]
+
+
+# ---------------------------------------------------------------------------------------------
+# GPU environments
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "told"),
+    [
+        ("sm90", None, r"compute capability 9\.0; here: no NVIDIA driver\. Nothing was installed"),
+        ("sm100", [], r"capability 10\.0 or 10\.3; here: a driver and no visible GPU"),
+        ("sm100-memcheck", [(9, 0)], r"10\.3; here: GPUs of compute capability 9\.0"),
+        ("sm90-peers", [(10, 0), (10, 3)], r"here: GPUs of compute capability 10\.0, 10\.3"),
+        ("sm90", [(10, 0), (9, 0)], None),
+        ("sm100", [(10, 3)], None),
+        ("cpu", None, None),
+        ("emulated-memcheck", None, None),
+    ],
+)
+def test_a_gpu_is_looked_for_before_anything_is_installed(
+    name: str, found: Any, told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tox")
+    monkeypatch.syspath_prepend(str(ROOT))
+    import toxfile
+    from tox.tox_env.errors import Fail
+
+    class Environment:
+        class conf:  # noqa: N801
+            pass
+
+    Environment.conf.name = name  # type: ignore[attr-defined]
+    monkeypatch.setattr(driver, "capabilities", lambda: found)
+    if told is None:
+        toxfile.tox_on_install(Environment, [], "testenv", "deps")
+    else:
+        with pytest.raises(Fail, match=told):
+            toxfile.tox_on_install(Environment, [], "testenv", "deps")
+
+
+@pytest.mark.skipif(bool(driver.capabilities()), reason="there is a GPU here")
+def test_tox_installs_nothing_without_a_gpu(tmp_path: Path) -> None:
+    pytest.importorskip("tox")
+    done = subprocess.run(
+        [sys.executable, "-m", "tox", "-e", "sm90", "--workdir", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "sm90 needs a GPU of compute capability 9.0; here: " in done.stdout + done.stderr
+    assert not list(tmp_path.rglob("torch"))

@@ -1,0 +1,127 @@
+"""Several runs of one suite, and what they show together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_kernel_claims import arch
+from pytest_kernel_claims.claims.__main__ import main
+
+from .conftest import Suite
+
+pytestmark = pytest.mark.claim("PLUGIN-VERDICT", "runs taken together hide no failure and no gap")
+
+BOTH = """
+import pytest
+
+@pytest.mark.claim("BOTH", "on two families")
+@pytest.mark.sm90
+def test_hopper(device): pass
+
+@pytest.mark.claim("BOTH", "on two families")
+@pytest.mark.sm100
+def test_blackwell(device): pass
+
+@pytest.mark.claim("HOPPER", "on one")
+@pytest.mark.sm90
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_one(device, n):
+    if n == 3:
+        pytest.skip("too large")
+"""
+
+
+@pytest.fixture
+def files(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Claims files of ``BOTH`` on two GPUs."""
+    suite.write(BOTH)
+    for gpu in ("h200", "b200"):
+        suite.on(gpu)
+        monkeypatch.setattr(arch, "driver_version", lambda: "580.1")
+        suite.run(f"--claims-json={gpu}.json")
+    return [str(suite.pytester.path / f"{gpu}.json") for gpu in ("h200", "b200")]
+
+
+def told(capsys: pytest.CaptureFixture[str], *files: str) -> tuple[int, list[str]]:
+    capsys.readouterr()
+    status = main(["verdict", *files])
+    return status, capsys.readouterr().out.splitlines()
+
+
+def change(file: str, edit: Any) -> None:
+    run = json.loads(Path(file).read_text())
+    edit(run)
+    Path(file).write_text(json.dumps(run))
+
+
+def test_a_test_may_pass_in_any_run(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    status, lines = told(capsys, *files)
+    assert status == 0
+    assert lines == [
+        "verdict of 2 runs: NVIDIA B200 (sm100), NVIDIA H200 (sm90)",
+        "2 claims: 1 verified, 1 partial",
+        "not shown by this run:",
+        "  1 test of 1 claim: too large [HOPPER]",
+    ]
+    for file in files:
+        alone = told(capsys, file)[1]
+        assert any("partial" in line and "verified" not in line for line in alone)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("outcome", ["failed", "error"])
+def test_a_failure_in_any_run_stays(
+    files: list[str], capsys: pytest.CaptureFixture[str], place: int, outcome: str
+) -> None:
+    test = "test_it.py::test_hopper"
+    change(files[place], lambda run: run["claims"]["BOTH"]["tests"][test].update(outcome=outcome))
+    for order in (files, files[::-1]):
+        status, lines = told(capsys, *order)
+        assert status == 1
+        assert any(line.startswith("BOTH  failed") for line in lines)
+
+
+def test_a_run_that_ended_badly_is_named(
+    files: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(files[1], lambda run: run.update(exitstatus=2))
+    status, lines = told(capsys, *files)
+    assert status == 1
+    assert "b200.json: the run ended with exit status 2" in lines
+    change(files[1], lambda run: run.update(exitstatus=5))
+    assert told(capsys, *files)[0] == 0
+
+
+def test_what_every_run_left_out_is_a_gap(suite: Suite, capsys: pytest.CaptureFixture[str]) -> None:
+    """And what one left out is none, where the other one had it."""
+    suite.on("h200").write(BOTH)
+    for name, chosen in (("one", "test_hopper"), ("two", "test_one and not 3")):
+        suite.run(f"--claims-json={name}.json", "-k", chosen)
+    one, two = (str(suite.pytester.path / f"{name}.json") for name in ("one", "two"))
+    gap = "  left out by every run: 1 test of BOTH"
+    assert told(capsys, one)[1][1:] == ["1 claim: 1 verified", gap]
+    assert told(capsys, one, two)[1][1:] == [
+        "2 claims: 2 verified",
+        gap,
+        "  left out by every run: 1 test of HOPPER",
+    ]
+    suite.on("b200").run("--claims-json=three.json", "-k", "test_blackwell")
+    three = str(suite.pytester.path / "three.json")
+    assert told(capsys, one, three)[1][1:] == ["1 claim: 1 verified"]
+
+
+def test_a_worker_tells_what_a_run_alone_tells(suite: Suite) -> None:
+    """The file of an xdist run is that of a serial one, but for its date and order."""
+    pytest.importorskip("xdist")
+    suite.write(
+        BOTH + "\n@pytest.mark.claim('FIGURE', 'measured')\n"
+        "def test_figure(measured): measured('error', 2, limit=3)\n"
+    )
+    alone = suite.claims("-p", "no:xdist")["claims"]
+    apart = suite.claims("-n2", "--dist=worksteal")["claims"]
+    assert alone == apart
+    assert alone["FIGURE"]["worst"]["error"]["value"] == 2

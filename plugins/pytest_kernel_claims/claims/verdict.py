@@ -1,0 +1,99 @@
+"""``python -m pytest_kernel_claims.claims verdict``: runs of one suite taken together.
+
+A suite may need several runs, such as one for each architecture that is emulated. A test counts
+as passed when it passed in one of them and failed in none.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from pytest_kernel_claims.claims import merge, shapes
+from pytest_kernel_claims.claims.model import Claim, Row
+from pytest_kernel_claims.claims.report import closing, counted, table
+from pytest_kernel_claims.figures import RatioSet
+
+FAILED = ("failed", "error")
+ENDED_WELL = (0, 5)
+"""pytest's exit status of a run whose tests passed, and of one that had none to run."""
+
+
+def together(runs: Iterable[dict[str, Any]]) -> list[Claim]:
+    """The claims of several runs, each with all the tests that any run has of it."""
+    claims: dict[str, Claim] = {}
+    sizes: dict[str, int] = {}
+    for run in runs:
+        for key, entry in run["claims"].items():
+            claim = claims.setdefault(key, Claim(key, entry["text"]))
+            claim.arches.update(entry["arches"])
+            for test, row in entry["tests"].items():
+                _take(claim.rows.setdefault(test, Row()), row["outcome"], row["reason"])
+            sizes[key] = max(sizes.get(key, 0), entry["selected"] + entry["deselected"])
+            claim.selected = max(claim.selected, entry["selected"])
+    for key, claim in claims.items():
+        claim.selected = max(claim.selected, len(claim.rows))
+        claim.deselected = sizes[key] - claim.selected
+    _judge_sets(runs, claims)
+    return list(claims.values())
+
+
+def _take(known: Row, outcome: str, reason: str) -> None:
+    """Bring a test's outcome of one more run."""
+    if known.outcome not in FAILED and (
+        outcome in FAILED
+        or (outcome == "passed" and known.outcome != "passed")
+        or known.outcome == "not run"
+    ):
+        known.outcome, known.reason = outcome, reason
+
+
+def _judge_sets(runs: Iterable[dict[str, Any]], claims: dict[str, Claim]) -> None:
+    """Ratio sets, as the run says that has most of one's rows."""
+    for run in runs:
+        for name, entry in run.get("ratio_sets", {}).items():
+            one = RatioSet(name, **entry["limits"], ratios=entry["ratios"])
+            for key, claim in claims.items():
+                if name in run["claims"].get(key, {}).get("ratio_sets", ()):
+                    others = [x for x in claim.sets if x.name == name]
+                    if all(x.missing > one.missing for x in others):
+                        claim.sets = [x for x in claim.sets if x.name != name] + [one]
+
+
+def lines(runs: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """What failed, and how many claims the runs show together."""
+    claims = together(runs)
+    failed = [claim for claim in claims if claim.verdict == "failed"]
+    places = sorted({column.label for column in merge.columns(runs)})
+    yield f"verdict of {counted(len(runs), 'run')}: {', '.join(places)}"
+    yield from table(failed)
+    modules: Counter[str] = Counter()
+    for run in runs:
+        modules |= Counter(run.get("modules_not_collected", {}))
+    yield from closing(claims, modules)
+    for claim in claims:
+        if claim.deselected and claim.verdict == "verified":
+            yield f"  left out by every run: {counted(claim.deselected, 'test')} of {claim.id}"
+    yield from (
+        f"{run['file']}: the run ended with exit status {run['exitstatus']}"
+        for run in runs
+        if run["exitstatus"] not in ENDED_WELL
+    )
+
+
+def add_command(commands: Any) -> None:
+    """Add ``verdict`` to the command line of ``claims``."""
+    command = commands.add_parser("verdict", help="runs of one suite taken together")
+    command.add_argument("files", nargs="+", metavar="CLAIMS.json")
+    command.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Returns 0, or 1 when a run failed. Raises ValueError."""
+    runs = merge.load_all(options.files, shapes.EVIDENCE)
+    for line in lines(runs):
+        print(line)
+    failed = any(one["exitstatus"] not in ENDED_WELL for one in runs)
+    return int(failed or any(claim.verdict == "failed" for claim in together(runs)))

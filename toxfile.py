@@ -1,0 +1,31 @@
+"""tox reads this file: GPU environments look for their GPU before anything is installed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tox.plugin import impl
+from tox.tox_env.api import ToxEnv
+from tox.tox_env.errors import Fail
+
+sys.path.insert(0, str(Path(__file__).parent / "plugins"))
+
+from pytest_kernel_claims import driver
+
+FAMILIES = {"sm90": ((9, 0),), "sm100": ((10, 0), (10, 3))}
+"""Compute capabilities that an environment with this factor needs."""
+
+
+@impl
+def tox_on_install(tox_env: ToxEnv, arguments: object, section: str, of_type: str) -> None:
+    """Stop before gigabytes are fetched for a machine that cannot run the tests."""
+    name = tox_env.conf.name
+    wanted = [capability for factor in name.split("-") for capability in FAMILIES.get(factor, ())]
+    found = driver.capabilities()
+    if wanted and not set(wanted) & set(found or ()):
+        needed = " or ".join(f"{major}.{minor}" for major, minor in wanted)
+        raise Fail(
+            f"{name} needs a GPU of compute capability {needed}; here: {driver.described(found)}. "
+            "Nothing was installed. What works without one: tox -e demo, tox -e cpu"
+        )
