@@ -2,7 +2,7 @@
 
 nox -s verify                 what this machine can verify: cpu, then the GPU it has; claims merged
 nox -s compare -- REF [ENV]   timings of the working tree against those of a commit, on one GPU
-nox -s evidence               the README's tables from the runs in conformance/evidence
+nox -s evidence               tables of the pages from the runs in conformance/evidence
 nox -s release                cpu, then sdist and wheel in dist/, from a clean checkout
 """
 
@@ -19,6 +19,13 @@ from pytest_kernel_claims import driver
 
 EVIDENCE = ROOT / "conformance" / "evidence"
 GPU_ENVIRONMENTS = {(9, 0): "sm90", (10, 0): "sm100", (10, 3): "sm100"}
+
+PAGES = {
+    "docs/claims.md": ("merge",),
+    "docs/performance.md": ("timings",),
+    "README.md": ("summary", "--rows", str(EVIDENCE / "front_page.txt")),
+}
+"""Pages that hold what the runs in ``EVIDENCE`` say, and the command that writes it."""
 
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["verify"]
@@ -77,18 +84,18 @@ def compare(session: nox.Session) -> None:
 
 @nox.session
 def evidence(session: nox.Session) -> None:
-    """Audits all recorded runs, then writes their claims and timings between the README's markers.
+    """Audits all recorded runs, then writes what they say between the markers of ``PAGES``.
 
-    A run that differs from its readings stops the session before anything is written.
+    A run that differs from its readings stops the session before anything is written. With
+    ``-- --check`` the pages are only compared.
     """
     runs = sorted(map(str, EVIDENCE.glob("*/*.json")))
     if not runs:
         session.error(f"evidence: no run in {EVIDENCE.relative_to(ROOT)}")
     for run in runs:
         claims(session, "audit", run)
-    into = ("--into", "README.md", *session.posargs)
-    claims(session, "merge", *into, *runs)
-    claims(session, "timings", *into, *runs)
+    for page, command in PAGES.items():
+        claims(session, *command, "--into", page, *session.posargs, *runs)
 
 
 @nox.session

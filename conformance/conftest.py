@@ -30,14 +30,6 @@ def pytest_runtest_makereport(
 
 
 @pytest.fixture
-def h200(device: torch.device) -> torch.device:
-    """The device; skips where it is not the one that limits are stated for."""
-    if device.type != "cuda" or "H200" not in torch.cuda.get_device_name(device):
-        pytest.skip("the limits are for an H200")
-    return device
-
-
-@pytest.fixture
 def watched(under_sanitizer: str | None) -> None:
     """Skips a test that says something of a sanitizer's tool when none watches it."""
     if under_sanitizer is None:
@@ -46,9 +38,9 @@ def watched(under_sanitizer: str | None) -> None:
 
 @pytest.fixture
 def cuda(device: torch.device) -> torch.device:
-    """A real GPU: streams and graphs have no emulation."""
+    """A real GPU: streams, graphs and time have no emulation."""
     if device.type != "cuda":
-        pytest.skip("streams and graphs need a GPU")
+        pytest.skip("streams, graphs and times need a GPU")
     return device
 
 

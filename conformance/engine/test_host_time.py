@@ -28,7 +28,8 @@ def figures(*arguments: str) -> dict[str, float]:
     "CE-08", "a call unlike the one before costs the host little more than a warm one"
 )
 @pytest.mark.sm90
-@pytest.mark.usefixtures("h200")
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.limits_for("H200")
 def test_calls_in_turns(measured: Any) -> None:
     found = figures("turns")
     measured("us, prefill with and without autocast in turns", found["autocast"], 12.0)
@@ -37,7 +38,8 @@ def test_calls_in_turns(measured: Any) -> None:
 
 @pytest.mark.claim("CE-09", "100,000 packed calls of random totals rebuild, keep and stall nothing")
 @pytest.mark.sm90
-@pytest.mark.usefixtures("h200")
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.limits_for("H200")
 def test_soak(measured: Any) -> None:
     found = figures("soak", str(CALLS))
     measured("us of the median call", found["p50"])

@@ -12,7 +12,7 @@ from packed_speed import HEADS, operator, settling, written
 
 from pytest_kernel_claims.events import Workload
 
-pytestmark = [pytest.mark.sm90, pytest.mark.perf]
+pytestmark = [pytest.mark.sm90, pytest.mark.perf, pytest.mark.limits_for("H200")]
 
 ROWS = [
     pytest.param("uniform-n10-t4096", False, 92.0, id="p_uniform_n10_t4096"),
@@ -42,17 +42,17 @@ def ours(lengths: Sequence[int], initial: bool, device: torch.device) -> Workloa
 @pytest.mark.timing(mode="graph", processes=1, warmup=20, iterations=10)
 @pytest.mark.parametrize(("lengths", "initial", "limit"), ROWS)
 def test_packed_time(
-    lengths: str, initial: bool, limit: float, h200: torch.device, cuda_benchmark: Any
+    lengths: str, initial: bool, limit: float, cuda: torch.device, cuda_benchmark: Any
 ) -> None:
-    result = cuda_benchmark.versus(ours=lambda: ours(LENGTHS[lengths], initial, h200))
+    result = cuda_benchmark.versus(ours=lambda: ours(LENGTHS[lengths], initial, cuda))
     result.at_most(us=limit)
 
 
 @pytest.mark.claim("LA-81", "half-empty chunks cost no more than full ones")
 @pytest.mark.timing(mode="graph", processes=1, warmup=10, iterations=10)
-def test_short_sequences(h200: torch.device, cuda_benchmark: Any) -> None:
+def test_short_sequences(cuda: torch.device, cuda_benchmark: Any) -> None:
     """512 sequences of 32 tokens against 512 of 64, with fresh states."""
     result = cuda_benchmark.versus(
-        ours=lambda: ours([32] * 512, False, h200), full=lambda: ours([64] * 512, False, h200)
+        ours=lambda: ours([32] * 512, False, cuda), full=lambda: ours([64] * 512, False, cuda)
     )
     result.ratio("of full chunks", of="ours", to="full", limit=1.0)

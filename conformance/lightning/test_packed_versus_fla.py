@@ -19,7 +19,7 @@ import torch
 from packed_speed import Row, by_fla, ours
 from peers import fla
 
-pytestmark = [pytest.mark.sm90, pytest.mark.perf]
+pytestmark = [pytest.mark.sm90, pytest.mark.perf, pytest.mark.limits_for("H200")]
 
 ROWS = [
     Row("uniform-n10-t4096"),
@@ -42,15 +42,15 @@ moves 3,072, and is held to the same limit."""
 
 
 @pytest.fixture
-def implementations(h200: torch.device) -> Any:
+def implementations(cuda: torch.device) -> Any:
     """Factories of a row's implementations by name; skips where FLA is not there."""
     fla.require()
     operators = {"chunk": fla.chunk, "fused_chunk": fla.fused_chunk}
 
     def factories(row: Row, *peers: str) -> dict[str, Any]:
-        found: dict[str, Any] = {"ours": lambda: ours(row, h200)}
+        found: dict[str, Any] = {"ours": lambda: ours(row, cuda)}
         for name in peers:
-            found[name] = lambda operator=operators[name]: by_fla(operator, row, h200)
+            found[name] = lambda operator=operators[name]: by_fla(operator, row, cuda)
         return found
 
     return factories

@@ -12,7 +12,7 @@ import pytest
 import torch
 from prefill_speed import Row, copy, ours
 
-pytestmark = [pytest.mark.sm90, pytest.mark.perf]
+pytestmark = [pytest.mark.sm90, pytest.mark.perf, pytest.mark.limits_for("H200")]
 
 LIMITS_US = {
     Row(1, 512): 16.0,
@@ -31,15 +31,15 @@ LIMITS_US = {
 @pytest.mark.claim("LA-30", "prefill of 64 heads with final state keeps its times on an H200")
 @pytest.mark.timing(mode="graph", processes=3, warmup=20, iterations=10)
 @pytest.mark.parametrize("row", LIMITS_US, ids=str)
-def test_prefill_time(row: Row, h200: torch.device, cuda_benchmark: Any) -> None:
+def test_prefill_time(row: Row, cuda: torch.device, cuda_benchmark: Any) -> None:
     """Inputs are reused, so the short rows find theirs in the L2; so does their copy."""
-    result = cuda_benchmark.versus(ours=lambda: ours(row, h200), copy=lambda: copy(row, h200))
+    result = cuda_benchmark.versus(ours=lambda: ours(row, cuda), copy=lambda: copy(row, cuda))
     result.ratio("of copy bandwidth", of="copy", to="ours", better="higher")
     result.at_most(us=LIMITS_US[row])
 
 
 @pytest.mark.claim("LA-31", "host time of a warm call that is given out=")
-@pytest.mark.usefixtures("h200")
+@pytest.mark.usefixtures("cuda")
 def test_host_time(measured: Any) -> None:
     """In a fresh process: torch.compile, once used, slows every Python call of its process."""
     script = Path(__file__).with_name("host_time.py")

@@ -14,7 +14,7 @@ import torch
 from peers import fla
 from prefill_speed import Row, by_fla, ours
 
-pytestmark = [pytest.mark.sm90, pytest.mark.perf]
+pytestmark = [pytest.mark.sm90, pytest.mark.perf, pytest.mark.limits_for("H200")]
 
 ROWS = [
     *(Row(batch, tokens) for batch in (1, 2) for tokens in (512, 1024, 4096, 8192, 16384)),
@@ -27,13 +27,13 @@ MEAN = 0.6
 
 
 @pytest.fixture
-def implementations(h200: torch.device) -> Any:
+def implementations(cuda: torch.device) -> Any:
     """Factories of a row's implementations; skips where FLA is not there."""
     fla.require()
     return lambda row: {
-        "ours": lambda: ours(row, h200),
-        "chunk": lambda: by_fla(fla.chunk, row, h200),
-        "fused_chunk": lambda: by_fla(fla.fused_chunk, row, h200),
+        "ours": lambda: ours(row, cuda),
+        "chunk": lambda: by_fla(fla.chunk, row, cuda),
+        "fused_chunk": lambda: by_fla(fla.fused_chunk, row, cuda),
     }
 
 

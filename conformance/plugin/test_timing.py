@@ -48,6 +48,66 @@ def saved(suite: TimedSuite, name: str = "bench.json") -> list[dict[str, Any]]:
     return found
 
 
+# --- limits for one GPU ---------------------------------------------------------------------
+
+LIMITED = """
+    import pytest
+    from fake_gpu import spend
+
+    pytestmark = [pytest.mark.limits_for("H200"), pytest.mark.claim("LIMITED", "on an H200")]
+    row = pytest.mark.timing(processes=1, warmup=1, iterations=4)
+
+    @row
+    def test_time(cuda_benchmark):
+        cuda_benchmark(lambda: lambda: spend(40e-6)).at_most(us=1.0)
+
+    @row
+    @pytest.mark.ratio_set("peers", rows=1, worst=1.0)
+    def test_ratio(cuda_benchmark):
+        cuda_benchmark.versus(ours=lambda: lambda: spend(9e-5), peer=lambda: lambda: spend(5e-5))
+
+    def test_figure(measured):
+        measured("figure", 3.0, limit=2.0)
+"""
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_limits_are_those_of_the_gpu_that_is_named(timed_suite: TimedSuite, processes: int) -> None:
+    """Another one is timed, and shown, and verifies nothing."""
+    text = LIMITED.replace("processes=1", f"processes={processes}")
+    result = timed_suite.plan(drift=0).write(text).run()
+    result.assert_outcomes(failed=2, passed=1)
+    result.stdout.fnmatch_lines(["LIMITED  failed *", "ratio set peers  failed *"])
+    result = timed_suite.plan(drift=0, gpu="h100").run("-rs", "--claims-json=claims.json")
+    result.assert_outcomes(skipped=3)
+    reason = "measured on NVIDIA H100; the limits are for an H200"
+    result.stdout.fnmatch_lines(["LIMITED  not run *", f"  3 tests *{reason}*"])
+    result.stdout.fnmatch_lines([f"SKIPPED [[]1[]] test_it.py:*: {reason}"])
+    found = timed_suite.json("claims.json")
+    assert found["exitstatus"] == 0
+    assert found["claims"]["LIMITED"]["verdict"] == "not run"
+    assert {row["figures"][0]["limit"] for row in found["timings"].values()} == {None}
+    assert len(found["timings"]) == 2
+
+
+def test_a_wrong_result_is_no_matter_of_limits(timed_suite: TimedSuite) -> None:
+    timed_suite.plan(gpu="h100").write("""
+        import pytest
+
+        @pytest.mark.claim("LIMITED", "on an H200")
+        @pytest.mark.limits_for("H200")
+        def test_wrong(measured):
+            measured("figure", 3.0, limit=2.0)
+            assert 1 == 2
+
+        @pytest.mark.claim("LIMITED", "on an H200")
+        @pytest.mark.limits_for("H200")
+        def test_nan(measured):
+            measured("figure", float("nan"), limit=2.0)
+    """)
+    timed_suite.run().assert_outcomes(failed=2)
+
+
 # --- one process ----------------------------------------------------------------------------
 
 

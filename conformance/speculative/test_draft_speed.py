@@ -13,7 +13,7 @@ from draft_speed import Row, chain, copy, decode, draft, folded, verify
 
 import linattn
 
-pytestmark = [pytest.mark.sm90, pytest.mark.perf]
+pytestmark = [pytest.mark.sm90, pytest.mark.perf, pytest.mark.limits_for("H200")]
 
 ROTATING = pytest.mark.timing(
     mode="graph", processes=3, calls=8, warmup=5, iterations=8, l2="rotate"
@@ -36,23 +36,23 @@ STEP_CLAIM = "verify and commit of 64 heads keep their times on an H200"
 @pytest.mark.claim("SD-30", STEP_CLAIM)
 @ROTATING
 @pytest.mark.parametrize("row", STEP_US, ids=str)
-def test_step_time(row: Row, h200: torch.device, cuda_benchmark: Any) -> None:
-    cuda_benchmark(lambda: chain(row, h200)).at_most(us=STEP_US[row])
+def test_step_time(row: Row, cuda: torch.device, cuda_benchmark: Any) -> None:
+    cuda_benchmark(lambda: chain(row, cuda)).at_most(us=STEP_US[row])
 
 
 @pytest.mark.claim("SD-30", STEP_CLAIM)
 @pytest.mark.timing(mode="graph", processes=3, calls=256, warmup=5, iterations=8, l2="rotate")
 @pytest.mark.parametrize(("row", "limit"), [(Row(1, 4), 7.0)], ids=str)
-def test_short_step_time(row: Row, limit: float, h200: torch.device, cuda_benchmark: Any) -> None:
+def test_short_step_time(row: Row, limit: float, cuda: torch.device, cuda_benchmark: Any) -> None:
     """The launch of a graph takes longer than such a step, so it is spread over many."""
-    cuda_benchmark(lambda: chain(row, h200)).at_most(us=limit)
+    cuda_benchmark(lambda: chain(row, cuda)).at_most(us=limit)
 
 
 @pytest.mark.claim("SD-31", "verification of 8 drafts takes at most 1.25 times that of 2")
 @ROTATING
-def test_growth(h200: torch.device, cuda_benchmark: Any) -> None:
+def test_growth(cuda: torch.device, cuda_benchmark: Any) -> None:
     result = cuda_benchmark.versus(
-        eight=lambda: verify(Row(128, 8), h200), two=lambda: verify(Row(128, 2), h200)
+        eight=lambda: verify(Row(128, 8), cuda), two=lambda: verify(Row(128, 2), cuda)
     )
     result.ratio("growth", of="eight", to="two", limit=1.25)
 
@@ -60,28 +60,28 @@ def test_growth(h200: torch.device, cuda_benchmark: Any) -> None:
 @pytest.mark.claim("SD-32", "decode moves its bytes at 0.9 of the copy bandwidth")
 @ROTATING
 @pytest.mark.parametrize("row", STREAMED, ids=str)
-def test_decode_bandwidth(row: Row, h200: torch.device, cuda_benchmark: Any) -> None:
+def test_decode_bandwidth(row: Row, cuda: torch.device, cuda_benchmark: Any) -> None:
     """States in and out, q, k, v and o once; the copy moves as many bytes."""
     count = 2 * row.pass_bytes + row.token_bytes
-    result = cuda_benchmark.versus(ours=lambda: decode(row, h200), copy=lambda: copy(count, h200))
+    result = cuda_benchmark.versus(ours=lambda: decode(row, cuda), copy=lambda: copy(count, cuda))
     result.ratio("of copy bandwidth", of="copy", to="ours", limit=0.9, better="higher")
 
 
 @pytest.mark.claim("SD-33", "a folded step takes 2.35 / 2.45 / 2.6 passes over the states")
 @ROTATING
 @pytest.mark.parametrize("row", PASSES, ids=str)
-def test_folded_passes(row: Row, h200: torch.device, cuda_benchmark: Any) -> None:
+def test_folded_passes(row: Row, cuda: torch.device, cuda_benchmark: Any) -> None:
     """A pass is the time of a copy that moves the bytes of the states."""
     result = cuda_benchmark.versus(
-        ours=lambda: folded(row, h200), copy=lambda: copy(row.pass_bytes, h200)
+        ours=lambda: folded(row, cuda), copy=lambda: copy(row.pass_bytes, cuda)
     )
     result.ratio("passes", of="ours", to="copy", limit=PASSES[row])
 
 
 @pytest.mark.claim("SD-34", "host time of a warm decode call that is given out=")
-def test_host_time(h200: torch.device, measured: Any) -> None:
+def test_host_time(cuda: torch.device, measured: Any) -> None:
     """A problem whose kernel is shorter than the call, so that the host is what is measured."""
-    x = draft(Row(1, 1, 8), h200)
+    x = draft(Row(1, 1, 8), cuda)
     tokens = tuple(y[:, 0] for y in (x.q, x.k, x.v))
     out = x.out[:, 0]
     batches = []
@@ -96,20 +96,20 @@ def test_host_time(h200: torch.device, measured: Any) -> None:
 
 
 @pytest.mark.claim("SD-35", "draft buffers take 1/128 of the bytes of a state for every draft")
-def test_memory(h200: torch.device, measured: Any) -> None:
+def test_memory(cuda: torch.device, measured: Any) -> None:
     """What the allocator hands out at most, from nothing until 128 requests of 8 drafts have been
     verified and committed, in one launch and in two; against what ``T`` states would take."""
     row = Row(128, 8)
-    x = draft(row, h200)
+    x = draft(row, cuda)
     for name in ("la_verify_kvbuffer", "la_state_update_kvbuffer"):
         linattn.warm_up(name)
     gc.collect()  # or what it would free counts against the calls
-    torch.cuda.reset_peak_memory_stats(h200)
-    before = torch.cuda.memory_allocated(h200)
+    torch.cuda.reset_peak_memory_stats(cuda)
+    before = torch.cuda.memory_allocated(cuda)
     held = {name: torch.empty_like(buffer) for name, buffer in x.held.items()}
     linattn.la_verify_kvbuffer(x.q, x.k, x.v, *x.rest, **held, out=x.out)
     linattn.la_state_update_kvbuffer(*held.values(), *x.rest[:3], x.accepted)
     linattn.la_verify_kvbuffer(x.q, x.k, x.v, *x.rest, **held, accepted_len=x.accepted, out=x.out)
-    spent = torch.cuda.max_memory_allocated(h200) - before
+    spent = torch.cuda.max_memory_allocated(cuda) - before
     states = row.tokens * row.pass_bytes
     measured("ratio", states / spent, 128.0, better="higher")

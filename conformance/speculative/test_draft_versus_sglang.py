@@ -40,11 +40,12 @@ def timed(row: Row) -> pytest.MarkDecorator:
 
 @pytest.mark.claim("SD-36", "verify and commit are faster than SGLang's on every row, 2x in mean")
 @pytest.mark.perf
+@pytest.mark.limits_for("H200")
 @pytest.mark.ratio_set("draft-step-sglang", rows=len(ROWS), worst=FASTER, geomean=MEAN)
 @pytest.mark.parametrize("row", [pytest.param(row, marks=timed(row), id=str(row)) for row in ROWS])
-def test_step(row: Row, h200: torch.device, cuda_benchmark: Any) -> None:
+def test_step(row: Row, cuda: torch.device, cuda_benchmark: Any) -> None:
     sglang.require()
-    cuda_benchmark.versus(ours=lambda: chain(row, h200), sglang=lambda: by_sglang(row, h200))
+    cuda_benchmark.versus(ours=lambda: chain(row, cuda), sglang=lambda: by_sglang(row, cuda))
 
 
 @pytest.mark.claim("SD-37", "output RMSE is at most 2.7e-3, and no worse than SGLang's")

@@ -280,6 +280,15 @@ def needs(item: pytest.Item) -> tuple[str, ...]:
     return tuple(name for name in (*FAMILIES, ANY_GPU) if any(marks(item, name)))
 
 
+def other_gpu(item: pytest.Item) -> str | None:
+    """Why the limits of a test do not hold here: they are for another GPU (``limits_for``)."""
+    named = [str(name) for mark in marks(item, "limits_for") for name in mark.args]
+    gpu = machine(item.config).gpu if named else None
+    if gpu is None or any(name in gpu.name for name in named):
+        return None
+    return f"measured on {gpu.name}; the limits are for an {' or '.join(named)}"
+
+
 def skip_reason(item: pytest.Item) -> str | None:
     """Why a test cannot run on this machine, or None. Looks at the machine only if it must."""
     wanted = needs(item)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -48,6 +49,8 @@ MARKERS = {
     "compute-sanitizer (all, when empty)",
     "timing": "timing(processes=, warmup=, iterations=, escalate=, mode=, calls=, l2=, hold=, "
     "group=): how cuda_benchmark measures this test",
+    "limits_for": "limits_for(*gpus): the limits of this test are for a GPU with one of these in "
+    "its name; on another one it measures without them, and its claims stay 'not run'",
     "ratio_set": "ratio_set(name, rows=, worst=, geomean=): the set of rows that the ratio of a "
     "cuda_benchmark test belongs to; judged when the session ends, missing rows make it incomplete",
 }
@@ -191,14 +194,34 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """A test marked ``no_host_sync`` that opens no audit of its own is audited as a whole."""
+    """A test marked ``no_host_sync`` that opens no audit of its own is audited as a whole; one that
+    has measured without its limits says so."""
     marked = next(arch.marks(item, "no_host_sync"), None) is not None
-    if not marked or "no_host_sync" in getattr(item, "fixturenames", ()):
-        return (yield)
-    from pytest_kernel_claims import hostsync
+    audit: AbstractContextManager[object] = nullcontext()
+    if marked and "no_host_sync" not in getattr(item, "fixturenames", ()):
+        from pytest_kernel_claims import hostsync
 
-    with hostsync.NoHostSync(item)():
-        return (yield)
+        audit = hostsync.NoHostSync(item)()
+    with audit:
+        result = yield
+    other = None if _is_child(item.config) else arch.other_gpu(item)
+    if other is not None:
+        pytest.skip(other)
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A skip that was decided on in this package names the test."""
+    report = yield
+    if report.skipped and isinstance(report.longrepr, tuple):
+        path, _, reason = report.longrepr
+        if str(path).startswith(os.path.dirname(__file__) + os.sep):
+            place, line, _ = item.reportinfo()
+            report.longrepr = str(place), (line or 0) + 1, reason
+    return report
 
 
 @pytest.fixture

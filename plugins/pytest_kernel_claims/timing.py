@@ -106,6 +106,7 @@ class Timing:
         judge: bool = True,
     ) -> float:
         __tracebackhide__ = True
+        limit = self._measured.applying(limit)
         figure: dict[str, Any] = {"name": name, "kind": kind, "of": of, "to": to, "limit": limit}
         figure |= {"better": better, "unit": unit}
         figure["value"] = figures.evaluate(self.record, figure)

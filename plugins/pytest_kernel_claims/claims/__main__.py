@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 
-from pytest_kernel_claims.claims import audit, merge, timetable, verdict
+from pytest_kernel_claims.claims import audit, merge, summary, timetable, verdict
 
 
 def main(argv: list[str] | None = None) -> int:
-    """``merge``, ``timings``, ``verdict`` or ``audit``; returns the exit code of the command."""
+    """Run a command on claims files; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m pytest_kernel_claims.claims")
     commands = parser.add_subparsers(required=True)
     merge.add_command(commands)
     timetable.add_command(commands)
+    summary.add_command(commands)
     verdict.add_command(commands)
     audit.add_command(commands)
     options = parser.parse_args(argv)

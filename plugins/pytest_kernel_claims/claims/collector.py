@@ -92,7 +92,8 @@ class Collector:
 
         one = self.sets.setdefault(value["name"], RatioSet(**value))
         one.ratios.setdefault(report.nodeid, None)
-        for timing in values(report, "timing"):
+        judged = report.when == "call" and report.outcome != "skipped"
+        for timing in values(report, "timing") if judged else ():
             one.ratios[report.nodeid] = timing.get("ratio")
         for claim in self._claims_of_test.get(report.nodeid, ()):
             if one not in claim.sets:

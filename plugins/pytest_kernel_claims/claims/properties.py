@@ -128,6 +128,10 @@ class Measured:
     def __init__(self, node: pytest.Item) -> None:
         self._node = node
 
+    def applying(self, limit: float | None) -> float | None:
+        """The limit, or None where it is for another GPU."""
+        return None if limit is None or arch.other_gpu(self._node) else float(limit)
+
     def record(self, measurement: Measurement) -> None:
         """Record without judging."""
         _put(self._node, "measured", asdict(measurement))
@@ -146,8 +150,7 @@ class Measured:
         below it (``better="higher"``); the figure is recorded all the same.
         """
         __tracebackhide__ = True
-        limit = None if limit is None else float(limit)
-        measurement = Measurement(name, float(value), limit, unit, better)
+        measurement = Measurement(name, float(value), self.applying(limit), unit, better)
         self.record(measurement)
         if measurement.violated:
             raise AssertionError(f"measured: {measurement}, {better} is better")
