@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from recording import Recorder
+from stand_ins import HostLauncher
 
 from linattn.host import launch
 
 
 @pytest.fixture
-def recorder() -> Iterator[Recorder]:
-    with launch.use_launcher(Recorder()) as launcher:
-        assert isinstance(launcher, Recorder)
+def recorder() -> Iterator[HostLauncher]:
+    with launch.use_launcher(HostLauncher()) as launcher:
+        assert isinstance(launcher, HostLauncher)
         yield launcher

@@ -269,7 +269,7 @@ def test_one_block_serves_a_stream_and_grows(recorder: Any) -> None:
     seen = []
     for rows in (4, 2, 9, 9, 4):
         made_up.workspace_copy(*problem(torch.device("cpu"), 3, rows))
-        (access,) = [x for x in recorder.launches[-1][2].accesses if x.spec.name == "workspace"]
+        (access,) = [x for x in recorder.launches[-1].call.accesses if x.spec.name == "workspace"]
         assert access.shape == (3 * rows * 128,)
         assert access.address % 16 == 0
         seen.append(access.address)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from recording import Recorder
+from stand_ins import HostLauncher
 
 import linattn
 from linattn.host import launch, plan, validate
@@ -75,9 +75,10 @@ FORMS: dict[str, Callable[..., Inputs]] = {
 }
 
 
-def described(recorder: Recorder, inputs: Inputs) -> Any:
+def described(recorder: HostLauncher, inputs: Inputs) -> Any:
     """The last launch in a form to compare, without the addresses of what each call makes."""
-    name, config, call = recorder.launches[-1]
+    made = recorder.launches[-1]
+    name, config, call = made.operator.name, made.config, made.call
     ours = {x.data_ptr() for x in inputs.values() if isinstance(x, torch.Tensor)}
     accesses = [
         (x.spec.name, x.address if x.address in ours else None, x.shape, x.strides, x.itemsize)
@@ -98,12 +99,12 @@ def described(recorder: Recorder, inputs: Inputs) -> Any:
 def test_new_sizes(name: str, calls: list[Any]) -> None:
     """Sizes of 0 and 1 included, contiguous and not, with all optional tensors and with none."""
     function = getattr(linattn, name)
-    with launch.use_launcher(Recorder()) as recorder:
-        assert isinstance(recorder, Recorder)
+    with launch.use_launcher(HostLauncher()) as recorder:
+        assert isinstance(recorder, HostLauncher)
         for sizes, wide, states in calls:
             inputs = FORMS[name](sizes, wide, states)
-            with launch.use_launcher(Recorder()) as first:
-                assert isinstance(first, Recorder)
+            with launch.use_launcher(HostLauncher()) as first:
+                assert isinstance(first, HostLauncher)
                 expected = function(**inputs)
             count = len(recorder.launches)
             results = function(**inputs)
@@ -132,7 +133,7 @@ def validated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 @pytest.mark.parametrize("states", [False, True], ids=["alone", "with states"])
 @pytest.mark.parametrize("name", sorted(FORMS))
 def test_one_validation_serves_all_sizes(
-    name: str, states: bool, recorder: Recorder, validated: list[Any]
+    name: str, states: bool, recorder: HostLauncher, validated: list[Any]
 ) -> None:
     function = getattr(linattn, name)
     for first in range(2, 5):
@@ -143,7 +144,7 @@ def test_one_validation_serves_all_sizes(
 
 
 @ONCE
-def test_what_new_sizes_do_not_hide(recorder: Recorder, validated: list[Any]) -> None:
+def test_what_new_sizes_do_not_hide(recorder: HostLauncher, validated: list[Any]) -> None:
     """Sizes that disagree, and a pool that has become too small, are refused beside warm plans."""
     function = linattn.lightning_attn_fwd_varlen
     for tokens in (4, 5):
@@ -165,7 +166,7 @@ def test_what_new_sizes_do_not_hide(recorder: Recorder, validated: list[Any]) ->
 
 
 @ONCE
-def test_vectors_that_grow(recorder: Recorder) -> None:
+def test_vectors_that_grow(recorder: HostLauncher) -> None:
     """One element has any stride; two of a column of a table are not contiguous."""
     table = torch.arange(64, dtype=torch.int32).reshape(8, 8)
     flags = torch.ones(8, 8, dtype=torch.bool)
@@ -179,7 +180,7 @@ def test_vectors_that_grow(recorder: Recorder) -> None:
 
 @SAME
 @pytest.mark.parametrize("name", ["state_indices", "accepted_len"])
-def test_strides_that_reach_nothing(name: str, recorder: Recorder) -> None:
+def test_strides_that_reach_nothing(name: str, recorder: HostLauncher) -> None:
     """However long: of one request's index, and of a batch of one sequence."""
     inputs = draft((1, 3), False, True)
     inputs[name] = torch.zeros(1).int().as_strided((1,), (1 << 33,))
@@ -190,23 +191,23 @@ def test_strides_that_reach_nothing(name: str, recorder: Recorder) -> None:
         inputs = fixed((1, 9), False, True)
         inputs["q"] = inputs["q"].as_strided((1, 9, 2, D), (stride, 2 * D, D, 1))
         linattn.lightning_attn_fwd(**inputs)
-        accesses = {x.spec.name: x for x in recorder.launches[-1][2].accesses}
+        accesses = {x.spec.name: x for x in recorder.launches[-1].call.accesses}
         assert accesses["q"].strides == (D, 2 * D, D, 1)
 
 
 @ONCE
-def test_heads_in_front_of_tokens(recorder: Recorder, validated: list[Any]) -> None:
+def test_heads_in_front_of_tokens(recorder: HostLauncher, validated: list[Any]) -> None:
     """Strides that follow from sizes are read with them; drafts are as many as they are."""
     for tokens in (5, 6, 70, 5):
         q, k, v = (torch.zeros(2, h, tokens, D).bfloat16().transpose(1, 2) for h in (2, 2, 4))
         linattn.lightning_attn_fwd(q, k, v, torch.zeros(4))
-        accesses = {x.spec.name: x for x in recorder.launches[-1][2].accesses}
+        accesses = {x.spec.name: x for x in recorder.launches[-1].call.accesses}
         assert accesses["v"].strides == (4 * tokens * D, D, tokens * D, 1)
         assert accesses["o"].strides == (4 * tokens * D, 4 * D, D, 1)
     assert validated == ["lightning_attn_fwd"]
     for tokens in (1, 2, 8, 4):
         linattn.la_verify_kvbuffer(**draft((2, tokens - 1), False, True))
-        assert recorder.launches[-1][2].values["T"] == tokens
+        assert recorder.launches[-1].values["T"] == tokens
     assert validated == ["lightning_attn_fwd", "la_verify_kvbuffer"]
     too_many = draft((2, 7), False, True)
     too_many |= {name: rows(5, 4, h, False) for name, h in (("k_buffer", 2), ("v_buffer", 4))}
@@ -218,7 +219,7 @@ def test_heads_in_front_of_tokens(recorder: Recorder, validated: list[Any]) -> N
 
 
 @ONCE
-def test_outputs_that_would_overlap_themselves(recorder: Recorder) -> None:
+def test_outputs_that_would_overlap_themselves(recorder: HostLauncher) -> None:
     """One token may have any stride; with two of them the elements meet."""
     memory = torch.zeros(4096, dtype=torch.bfloat16)
     given = packed((1, 1), False, True)
@@ -232,7 +233,7 @@ def test_outputs_that_would_overlap_themselves(recorder: Recorder) -> None:
 
 
 @BOUNDED
-def test_memory_of_many_sizes(recorder: Recorder, validated: list[Any]) -> None:
+def test_memory_of_many_sizes(recorder: HostLauncher, validated: list[Any]) -> None:
     """Without the garbage collector: what gives way is freed at once."""
     big = packed((4, 5000), False, True)
     known = {"q", "k", "v", "out"}
@@ -262,7 +263,7 @@ def test_memory_of_many_sizes(recorder: Recorder, validated: list[Any]) -> None:
 
 
 @SAME
-def test_threads(recorder: Recorder) -> None:
+def test_threads(recorder: HostLauncher) -> None:
     """Each with sizes of its own, which drive out those of the others."""
     problems: list[Exception] = []
 
@@ -272,12 +273,12 @@ def test_threads(recorder: Recorder) -> None:
                 inputs = packed((2, tokens), False, True)
                 linattn.lightning_attn_fwd_varlen(**inputs)
                 mine = [x for x in list(recorder.launches) if at_q(x) == inputs["q"].data_ptr()]
-                assert mine[-1][2].values["T"] == tokens
+                assert mine[-1].values["T"] == tokens
         except Exception as error:
             problems.append(error)
 
     def at_q(launched: Any) -> int:
-        return next(x.address for x in launched[2].accesses if x.spec.name == "q")
+        return next(x.address for x in launched.call.accesses if x.spec.name == "q")
 
     threads = [threading.Thread(target=calls, args=(seed,)) for seed in range(4)]
     for thread in threads:
@@ -289,7 +290,7 @@ def test_threads(recorder: Recorder) -> None:
 
 
 @BOUNDED
-def test_recipes_give_way(recorder: Recorder) -> None:
+def test_recipes_give_way(recorder: HostLauncher) -> None:
     """Without the garbage collector, too: nothing in them refers to itself."""
     gc.collect()
     gc.disable()
@@ -310,7 +311,7 @@ def test_recipes_give_way(recorder: Recorder) -> None:
 
 
 @BOUNDED
-def test_a_recipe_that_is_used_stays(recorder: Recorder, validated: list[Any]) -> None:
+def test_a_recipe_that_is_used_stays(recorder: HostLauncher, validated: list[Any]) -> None:
     """However many others come in between; and as many kinds as are kept can take turns."""
 
     def call(heads: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from recording import Recorder
+from stand_ins import HostLauncher
 
 import linattn
 
@@ -81,7 +81,7 @@ def verify(q: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("name", "call"), [("lightning_attn_fwd", prefill), ("la_verify_kvbuffer", verify)]
 )
-def test_files_on_the_way(name: str, call: Any, recorder: Recorder, measured: Any) -> None:
+def test_files_on_the_way(name: str, call: Any, recorder: HostLauncher, measured: Any) -> None:
     q = tokens(2)
     first = files_of(lambda: call(q), q)
     again = [files_of(lambda: call(q), q) for _ in range(3)]

@@ -376,7 +376,7 @@ print(entry.path, flush=True)
 
 
 def child(script: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
     return subprocess.Popen(
         [sys.executable, "-c", script, *arguments],
         stdin=subprocess.PIPE,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from draft_stand_ins import ModelLauncher
+from stand_ins import ReferenceLauncher
 
 from linattn.host import launch
 
@@ -32,10 +32,14 @@ def execute(device: torch.device) -> dict[str, Any]:
 @pytest.mark.dispatch
 def test_guide_on_models() -> None:
     """Without a GPU, the order-exact models stand in for the kernels."""
-    with launch.use_launcher(ModelLauncher()) as launcher:
+    with launch.use_launcher(ReferenceLauncher()) as launcher:
         names = execute(torch.device("cpu"))
-        assert isinstance(launcher, ModelLauncher)
-        assert set(launcher.launches) == {"mtp_decode", "kvbuffer_verify", "state_update"}
+        assert isinstance(launcher, ReferenceLauncher)
+        assert {made.operator.name for made in launcher.launches} == {
+            "mtp_decode",
+            "kvbuffer_verify",
+            "state_update",
+        }
     assert names["steps"] < names["COUNT"]
 
 

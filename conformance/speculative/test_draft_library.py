@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from draft_stand_ins import ModelLauncher
+from stand_ins import ReferenceLauncher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import linattn
@@ -24,9 +24,9 @@ BYPASS = pytest.mark.claim("SD-L4", "eager draft calls do not pay for the dispat
 
 
 @pytest.fixture(autouse=True)
-def model() -> Iterator[ModelLauncher]:
-    with launch.use_launcher(ModelLauncher()) as launcher:
-        assert isinstance(launcher, ModelLauncher)
+def model() -> Iterator[ReferenceLauncher]:
+    with launch.use_launcher(ReferenceLauncher()) as launcher:
+        assert isinstance(launcher, ReferenceLauncher)
         yield launcher
 
 
@@ -112,7 +112,7 @@ def test_compile_steps_a_pool_as_eager_does(dynamic: bool) -> None:
 
 
 @FAKE
-def test_fake_tensors(model: ModelLauncher) -> None:
+def test_fake_tensors(model: ReferenceLauncher) -> None:
     with FakeTensorMode() as mode:
         fake = {name: mode.from_tensor(x) for name, x in inputs().items()}
         verified, token, together, _ = step(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from draft_stand_ins import ModelLauncher
+from stand_ins import ReferenceLauncher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -29,12 +29,12 @@ Tensors = tuple[torch.Tensor, ...]
 @pytest.fixture(autouse=True, params=[True, False], ids=["compiled", "plain"])
 def model(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[ModelLauncher]:
+) -> Iterator[ReferenceLauncher]:
     """Warm calls are recognised by torch's compiled check, or where it is missing."""
     if not request.param:
         monkeypatch.setattr(guards, "_compiled", lambda: None)
-    with launch.use_launcher(ModelLauncher()) as launcher:
-        assert isinstance(launcher, ModelLauncher)
+    with launch.use_launcher(ReferenceLauncher()) as launcher:
+        assert isinstance(launcher, ReferenceLauncher)
         yield launcher
 
 
@@ -155,7 +155,7 @@ def test_jit_trace_records_the_operator(call: Callable[..., Any], before: str) -
 @CALLS
 @BEFORE
 def test_a_watched_call_is_an_ordinary_one(
-    call: Callable[..., Any], before: str, model: ModelLauncher
+    call: Callable[..., Any], before: str, model: ReferenceLauncher
 ) -> None:
     """It does not take the way through the dispatcher, so the mode sees what torch does for it."""
     warm(call, before)
@@ -169,7 +169,7 @@ def test_a_watched_call_is_an_ordinary_one(
 @CALLS
 @BEFORE
 def test_tensors_under_a_fake_mode(
-    call: Callable[..., Any], before: str, model: ModelLauncher
+    call: Callable[..., Any], before: str, model: ReferenceLauncher
 ) -> None:
     """Real ones, which a lenient mode lets pass: nothing is launched on what it fakes."""
     warm(call, before)

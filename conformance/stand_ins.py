@@ -15,27 +15,31 @@ from linattn.host.arch import Arch
 from linattn.host.launch import Launcher
 from linattn.host.validate import dtype
 from linattn.reference import lightning_packed, lightning_recurrent
+from linattn.reference.speculative import lightning_decode, lightning_verify
 from linattn.spec.operator import Operator
 from linattn.spec.signature import Access, Call
 
 HEAD_DIM = 128
 
+Found = dict[str, torch.Tensor]
+
 
 class Launched:
-    """A launch that was made: its arguments, and what they said then.
+    """A launch that was made: its operator, configuration and arguments, and what they said then.
 
     The layout is copied, because it lives as long as its plan, and read when somebody asks, so that
     a launch costs its call nothing.
     """
 
-    def __init__(self, operator: Operator, arguments: tuple[Any, ...], words: int) -> None:
-        self.operator, self.arguments = operator, arguments
+    def __init__(self, operator: Operator, config: Any, arguments: tuple[Any, ...]) -> None:
+        self.operator, self.config, self.arguments = operator, config, arguments
         self._place = len(operator.signature.tensors)
-        block = ctypes.c_int64 * words
+        block = ctypes.c_int64 * operator.signature.words
         self._layout = block.from_buffer_copy(block.from_address(arguments[self._place]))
 
     @cached_property
-    def _call(self) -> Call:
+    def call(self) -> Call:
+        """The arguments as the signature reads them."""
         arguments = list(self.arguments)
         arguments[self._place] = ctypes.addressof(self._layout)
         return self.operator.signature.call(arguments)
@@ -43,7 +47,7 @@ class Launched:
     @cached_property
     def found(self) -> dict[str, Access]:
         """The memory behind the tensors, by name; what is absent is left out."""
-        return {access.spec.name: access for access in self._call.accesses}
+        return {access.spec.name: access for access in self.call.accesses}
 
     def strides(self, name: str) -> list[int]:
         """What the layout holds of the strides of a tensor, which may have no elements."""
@@ -53,11 +57,11 @@ class Launched:
     @property
     def values(self) -> dict[str, Any]:
         """Sizes and scalars by name."""
-        return self._call.values
+        return self.call.values
 
 
 class HostLauncher(Launcher):
-    """Takes tensors of any device as if they were an H200's, and counts the launches."""
+    """Takes tensors of any device as if they were an H200's, and keeps what it was to launch."""
 
     def __init__(self, capability: Arch = Arch(9, 0)) -> None:  # noqa: B008
         super().__init__()
@@ -74,12 +78,11 @@ class HostLauncher(Launcher):
         return self.capability
 
     def function(self, operator: Operator, arch: Arch, config: Any) -> Callable[..., Any]:
-        words = operator.signature.words
-        return lambda *arguments: self.launches.append(Launched(operator, arguments, words))
+        return lambda *arguments: self.launches.append(Launched(operator, config, arguments))
 
 
 class ReferenceLauncher(HostLauncher):
-    """Computes on the CPU what the kernel would, from the kernel's own arguments."""
+    """Computes on the CPU what the kernels would, from the kernels' own arguments."""
 
     def function(self, operator: Operator, arch: Arch, config: Any) -> Callable[..., Any]:
         record = super().function(operator, arch, config)
@@ -88,36 +91,9 @@ class ReferenceLauncher(HostLauncher):
             record(*arguments)
             made = self.launches[-1]
             found = {name: tensor_of(access) for name, access in made.found.items()}
-            inputs = [found[name] for name in ("q", "k", "v", "decay")]
-            scale = made.values["scale"]
-            if "cu_seqlens" in found:
-                _launch_packed(found, inputs, scale)
-                return
-            result, final = lightning_recurrent(*inputs, scale, found.get("initial_state"))
-            found["o"].copy_(result)
-            if "final_state" in found:
-                found["final_state"].copy_(final)
+            REFERENCES[operator.name](found, made.values)
 
         return launch
-
-
-def _launch_packed(
-    found: dict[str, torch.Tensor], inputs: list[torch.Tensor], scale: float
-) -> None:
-    """What a launch of packed sequences leaves in its output and its states."""
-    o, final = found["o"], found.get("final_state")
-    slots = found["slots"].tolist() if "slots" in found else None
-    known = found["has_initial"].tolist() if "has_initial" in found else None
-    if final is None:  # a pool without slots
-        final = torch.zeros(0, o.shape[2], HEAD_DIM, HEAD_DIM)
-    if "initial_state" not in found:
-        known = [False] * (len(found["cu_seqlens"]) - 1)
-    result, states = lightning_packed(
-        *(lightning_recurrent, *inputs, found["cu_seqlens"].tolist(), scale),
-        *(final, slots, known, o),
-    )
-    o.copy_(result)
-    final.copy_(states)
 
 
 class CheckingLauncher(ReferenceLauncher):
@@ -148,13 +124,96 @@ def tensor_of(access: Access) -> torch.Tensor:
     steps = zip(access.shape, access.strides)
     count = 1 + sum((size - 1) * stride for size, stride in steps)
     memory = (ctypes.c_uint8 * (count * access.itemsize)).from_address(access.address)
-    flat = torch.frombuffer(memory, dtype=element)
-    return flat.as_strided(access.shape, access.strides)
+    return torch.frombuffer(memory, dtype=element).as_strided(access.shape, access.strides)
+
+
+# ---------------------------------------------------------------------------------------------
+# What a launch of each operator leaves in its tensors
+
+
+def _prefill(found: Found, values: dict[str, Any]) -> None:
+    inputs = [found[name] for name in ("q", "k", "v", "decay")]
+    o, final = found["o"], found.get("final_state")
+    if "cu_seqlens" not in found:
+        result, state = lightning_recurrent(*inputs, values["scale"], found.get("initial_state"))
+        o.copy_(result)
+        if final is not None:
+            final.copy_(state)
+        return
+    slots = found["slots"].tolist() if "slots" in found else None
+    known = found["has_initial"].tolist() if "has_initial" in found else None
+    if final is None:  # a pool without slots
+        final = torch.zeros(0, o.shape[2], HEAD_DIM, HEAD_DIM)
+    if "initial_state" not in found:
+        known = [False] * (len(found["cu_seqlens"]) - 1)
+    result, states = lightning_packed(
+        *(lightning_recurrent, *inputs, found["cu_seqlens"].tolist(), values["scale"]),
+        *(final, slots, known, o),
+    )
+    o.copy_(result)
+    final.copy_(states)
+
+
+def _requests(found: Found, batch: int) -> tuple[list[int], list[int]]:
+    """Requests that have a slot, and their slots."""
+    slots = found["state_indices"].tolist() if "state_indices" in found else list(range(batch))
+    live = [b for b, slot in enumerate(slots) if 0 <= slot < len(found["state_pool"])]
+    return live, [slots[b] for b in live]
+
+
+def _decode(found: Found, values: dict[str, Any]) -> None:
+    live, slots = _requests(found, len(found["q"]))
+    q, k, v = (found[name][live] for name in "qkv")
+    o, states = lightning_decode(
+        q, k, v, found["decay"], values["scale"], found["state_pool"][slots]
+    )
+    found["o"].zero_()
+    found["o"][live] = o
+    if values["update_state"]:
+        found["state_pool"][slots] = states[:, -1]
+    if "intermediate_states" in found:
+        found["intermediate_states"][live] = states
+
+
+def _update(found: Found, values: dict[str, Any]) -> None:
+    accepted, pool = found["accepted_len"].tolist(), found["state_pool"]
+    live, slots = _requests(found, len(accepted))
+    for b, slot in zip(live, slots):
+        length = min(max(accepted[b], 0), found["k_buffer"].shape[1])
+        if length:
+            k, v = (found[name][slot : slot + 1, :length] for name in ("k_buffer", "v_buffer"))
+            _, states = lightning_decode(k, k, v, found["decay"], 1.0, pool[slot : slot + 1])
+            pool[slot] = states[0, -1]
+
+
+def _verify(found: Found, values: dict[str, Any]) -> None:
+    if "accepted_len" in found:
+        _update(found, values)
+    live, slots = _requests(found, len(found["q"]))
+    q, k, v = (found[name][live] for name in "qkv")
+    o = lightning_verify(q, k, v, found["decay"], values["scale"], found["state_pool"][slots])
+    found["o"].zero_()
+    found["o"][live] = o
+    if "k_buffer" in found:
+        found["k_buffer"][slots, : k.shape[1]] = k
+        found["v_buffer"][slots, : v.shape[1]] = v
+
+
+REFERENCES: dict[str, Callable[[Found, dict[str, Any]], None]] = {
+    "lightning_prefill": _prefill,
+    "mtp_decode": _decode,
+    "kvbuffer_verify": _verify,
+    "state_update": _update,
+}
+
+
+# ---------------------------------------------------------------------------------------------
+# For a cache that does not care what it compiles
 
 
 @dataclass(frozen=True)
 class StubConfig:
-    """A configuration with a number, for a cache that does not care what it compiles."""
+    """A configuration with a number."""
 
     number: int = 0
 
