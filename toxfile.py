@@ -11,17 +11,14 @@ from tox.tox_env.errors import Fail
 
 sys.path.insert(0, str(Path(__file__).parent / "plugins"))
 
-from pytest_kernel_claims import driver
-
-FAMILIES = {"sm90": ((9, 0),), "sm100": ((10, 0), (10, 3))}
-"""Compute capabilities that an environment with this factor needs."""
+from pytest_kernel_claims import FAMILIES, driver
 
 
 @impl
 def tox_on_install(tox_env: ToxEnv, arguments: object, section: str, of_type: str) -> None:
     """Stop before gigabytes are fetched for a machine that cannot run the tests."""
     name = tox_env.conf.name
-    wanted = [capability for factor in name.split("-") for capability in FAMILIES.get(factor, ())]
+    wanted = [one for factor in name.split("-") for one in FAMILIES.get(factor, ())]
     found = driver.capabilities()
     if wanted and not set(wanted) & set(found or ()):
         needed = " or ".join(f"{major}.{minor}" for major, minor in wanted)

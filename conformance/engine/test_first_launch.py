@@ -162,6 +162,7 @@ def test_warm_calls_do_not_ask(devices: TwoDevices, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(devices, "capturing", asked)
     for rows in (3, 5, 3, 9):
         call(rows=rows)
+    assert len(devices.launches) == 5
 
 
 def test_what_is_forgotten_is_cold(devices: TwoDevices) -> None:
@@ -170,3 +171,4 @@ def test_what_is_forgotten_is_cold(devices: TwoDevices) -> None:
     devices.forget()
     devices.captures = True
     refused()
+    assert devices.launches == [FIRST]

@@ -346,6 +346,11 @@ def test_lightning_slopes() -> None:
     for arguments in ((0,), (4, 25), (4, -1), (4, 0, 0)):
         with pytest.raises(ValueError, match=r"got .*, expected"):
             lightning_slopes(*arguments)
+    for name in ("heads", "layer", "num_layers"):
+        for number in (1.5, 4.0, True, None, "4"):
+            wrong = {"heads": 4, name: number}
+            with pytest.raises(TypeError, match=rf"^{name}: got {number!r}, expected an int"):
+                lightning_slopes(**wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from host_calls import python_calls
+from stand_ins import HostLauncher
 
 import linattn
 from linattn.host import guards, launch, plan
 from linattn.host.arch import Arch
-from linattn.spec.operator import Operator
 
 pytestmark = pytest.mark.dispatch
 
@@ -24,32 +24,10 @@ EMPTY = pytest.mark.claim("SD-V4", "empty draft calls launch nothing")
 META = pytest.mark.claim("SD-V5", "draft calls read no device value on the host")
 
 
-class Recorder(launch.Launcher):
-    """Takes CPU tensors as if they were an H200's; keeps what it was to launch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.launches: list[tuple[str, Any, tuple[Any, ...]]] = []
-
-    def expects(self, device: torch.device) -> str:
-        return ""
-
-    def arch(self, device: torch.device) -> Arch:
-        return Arch(9, 0)
-
-    def function(self, operator: Operator, arch: Arch, config: Any) -> Callable[..., Any]:
-        def record(*arguments: Any) -> None:
-            # The layout is read now: it lives as long as the plan, not as long as this record.
-            accesses = {x.spec.name: x for x in operator.signature.call(arguments).accesses}
-            self.launches.append((operator.name, accesses, arguments))
-
-        return record
-
-
 @pytest.fixture
-def host() -> Iterator[Recorder]:
-    with launch.use_launcher(Recorder()) as launcher:
-        assert isinstance(launcher, Recorder)
+def host() -> Iterator[HostLauncher]:
+    with launch.use_launcher(HostLauncher()) as launcher:
+        assert isinstance(launcher, HostLauncher)
         yield launcher
 
 
@@ -268,7 +246,7 @@ BAD: dict[str, tuple[str, Callable[[], dict[str, Any]], type[Exception], str]] =
 
 @REFUSED
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input(case: str, host: Recorder) -> None:
+def test_bad_input(case: str, host: HostLauncher) -> None:
     name, change, error, message = BAD[case]
     for warm in (False, True):
         if warm:
@@ -280,7 +258,7 @@ def test_bad_input(case: str, host: Recorder) -> None:
 
 @pytest.mark.claim("SD-V6", "a nested tensor is refused by name in a first draft call")
 @pytest.mark.parametrize("name", [ONE, MTP, VERIFY, UPDATE])
-def test_nested_tensors(name: str, host: Recorder) -> None:
+def test_nested_tensors(name: str, host: HostLauncher) -> None:
     """In a later one, of any shape, torch's own comparison of tensors ends the process."""
     for argument, tensor in legal(name).items():
         nested = torch.nested.nested_tensor([tensor[0]])
@@ -349,7 +327,7 @@ OVERLAPPING: dict[str, tuple[str, Callable[[], dict[str, Any]], str]] = {
 
 @REFUSED
 @pytest.mark.parametrize("case", OVERLAPPING)
-def test_what_is_written_shares_no_memory(case: str, host: Recorder) -> None:
+def test_what_is_written_shares_no_memory(case: str, host: HostLauncher) -> None:
     """Twice, for nothing of a refused call may be remembered."""
     name, change, message = OVERLAPPING[case]
     call(name)
@@ -360,7 +338,7 @@ def test_what_is_written_shares_no_memory(case: str, host: Recorder) -> None:
 
 
 @PASSED
-def test_what_is_only_read_may_share_memory(host: Recorder) -> None:
+def test_what_is_only_read_may_share_memory(host: HostLauncher) -> None:
     """An input inside a pool that is not written, and pools of all layers side by side."""
     call(MTP, update_state=False, **within_the_pool("k", B, T, H, D))
     call(VERIFY, accepted_len=None, **within_the_pool("k", B, T, H, D))
@@ -379,7 +357,7 @@ def test_what_is_only_read_may_share_memory(host: Recorder) -> None:
 
 @REFUSED
 @pytest.mark.parametrize("name", [ONE, MTP, VERIFY, UPDATE])
-def test_freed_memory(name: str, host: Recorder) -> None:
+def test_freed_memory(name: str, host: HostLauncher) -> None:
     """A tensor whose storage was resized to nothing, as offloaded weights are."""
     call(name)
     arguments = legal(name)
@@ -392,7 +370,7 @@ def test_freed_memory(name: str, host: Recorder) -> None:
 
 @REFUSED
 @pytest.mark.parametrize("name", [ONE, MTP, VERIFY, UPDATE])
-def test_known_addresses_hide_no_other(name: str, host: Recorder) -> None:
+def test_known_addresses_hide_no_other(name: str, host: HostLauncher) -> None:
     """Calls that differ from a warm one in nothing but one address are looked at, each time."""
     arguments = legal(name)
     moving = "k_buffer" if name == UPDATE else "q"
@@ -405,7 +383,7 @@ def test_known_addresses_hide_no_other(name: str, host: Recorder) -> None:
     for _ in range(3):
         for start in (0, 8, 128):
             call(name, **arguments | {moving: at(start)})
-            assert host.launches[-1][1][moving].address == at(start).data_ptr()
+            assert host.launches[-1].found[moving].address == at(start).data_ptr()
         with pytest.raises(ValueError, match=f"{moving}: got an address 2 bytes past"):
             call(name, **arguments | {moving: at(1)})
     assert len(host.launches) == 9
@@ -413,7 +391,7 @@ def test_known_addresses_hide_no_other(name: str, host: Recorder) -> None:
 
 @REFUSED
 @pytest.mark.parametrize("name", [ONE, MTP, VERIFY])
-def test_known_addresses_hide_no_overlap(name: str, host: Recorder) -> None:
+def test_known_addresses_hide_no_overlap(name: str, host: HostLauncher) -> None:
     """An output that moves into an input and out again, an input that moves under an output."""
     arguments = legal(name)
     out, v = arguments["out"], arguments["v"]
@@ -435,7 +413,7 @@ def test_known_addresses_hide_no_overlap(name: str, host: Recorder) -> None:
 
 @REFUSED
 @pytest.mark.parametrize("name", [ONE, MTP, VERIFY, UPDATE])
-def test_known_addresses_hide_no_negative_view(name: str, host: Recorder) -> None:
+def test_known_addresses_hide_no_negative_view(name: str, host: HostLauncher) -> None:
     """Two views of the same memory, shape and strides, of which torch negates one on reading."""
     numbers = torch.full((HV,), 0.5j)
     positive, negative = numbers.imag, numbers.conj().imag
@@ -452,14 +430,14 @@ def test_known_addresses_hide_no_negative_view(name: str, host: Recorder) -> Non
 @REFUSED
 @pytest.mark.parametrize("name", [ONE, MTP, VERIFY, UPDATE])
 def test_more_addresses_than_are_remembered(
-    name: str, host: Recorder, monkeypatch: pytest.MonkeyPatch
+    name: str, host: HostLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "MAX_KNOWN", 4)
     arguments = legal(name)
     pools = [torch.zeros(P, HV, D, D) for _ in range(6)]
     for pool in 2 * pools:
         call(name, **arguments | {"state_pool": pool})
-        assert host.launches[-1][1]["state_pool"].address == pool.data_ptr()
+        assert host.launches[-1].found["state_pool"].address == pool.data_ptr()
     assert [len(one.known) for one in host.plans.values()] == [4]
 
 
@@ -503,7 +481,7 @@ def with_shared(name: str, *names: str) -> dict[str, Any]:
 @pytest.mark.parametrize("private", [True, False], ids=["torch's check", "properties"])
 @pytest.mark.parametrize("shared", SHARED, ids="-".join)
 def test_one_object_as_several_arguments(
-    shared: tuple[str, ...], private: bool, host: Recorder, monkeypatch: pytest.MonkeyPatch
+    shared: tuple[str, ...], private: bool, host: HostLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such calls are as warm as others are, and a warm one is refused what others are."""
     if not private:
@@ -514,7 +492,7 @@ def test_one_object_as_several_arguments(
         looked = looks(name, arguments)
         assert ("check" in looked) == (count == 0)
         assert looked == [] or count < 2
-        found = host.launches[-1][1]
+        found = host.launches[-1].found
         for one in names:
             assert found[one].address == arguments[one].data_ptr(), one
     first = names[0]
@@ -533,13 +511,13 @@ def test_one_object_as_several_arguments(
     assert len(host.launches) == 4
     apart = with_shared(name)
     call(name, **apart)
-    found = host.launches[-1][1]
+    found = host.launches[-1].found
     for one in names:
         assert found[one].address == apart[one].data_ptr(), one
 
 
 @PASSED
-def test_tensors_made_in_inference_mode(host: Recorder) -> None:
+def test_tensors_made_in_inference_mode(host: HostLauncher) -> None:
     """They are warm as others are."""
     with torch.inference_mode():
         inference = legal(ONE)
@@ -579,14 +557,14 @@ def test_what_a_matcher_accepts(private: bool, monkeypatch: pytest.MonkeyPatch) 
 def test_unsupported_devices(name: str) -> None:
     with pytest.raises(ValueError, match="got a tensor on cpu, expected a tensor on a CUDA device"):
         call(name)
-    with launch.use_launcher(Recorder()) as launcher:
+    with launch.use_launcher(HostLauncher()) as launcher:
         launcher.arch = lambda device: Arch(8, 0)  # type: ignore[method-assign]
         with pytest.raises(linattn.UnsupportedArchitecture, match="got sm80"):
             call(name)
 
 
 @PASSED
-def test_strided_arguments(host: Recorder) -> None:
+def test_strided_arguments(host: HostLauncher) -> None:
     """Slices of one projection, a pool and buffers inside larger ones, a spread index vector."""
     fused = torch.zeros(B, T, 2 * H + HV, D, dtype=torch.bfloat16)
     q, k, v = fused.split((H, H, HV), 2)
@@ -597,9 +575,10 @@ def test_strided_arguments(host: Recorder) -> None:
         VERIFY, q=q, k=k, v=v, state_pool=pool, k_buffer=k_buffer, v_buffer=v_buffer,
         state_indices=indices, accepted_len=None, out=None, scale=0.25,
     )  # fmt: skip
-    ((operator, found, arguments),) = host.launches
-    assert operator == "kvbuffer_verify"
-    assert arguments[-1] == 0.25
+    (made,) = host.launches
+    found = made.found
+    assert made.operator.name == "kvbuffer_verify"
+    assert made.arguments[-1] == 0.25
     for name, tensor in (
         ("q", q), ("k", k), ("v", v), ("o", out), ("state_pool", pool), ("k_buffer", k_buffer),
         ("v_buffer", v_buffer), ("state_indices", indices),
@@ -622,7 +601,7 @@ def test_strided_arguments(host: Recorder) -> None:
         (UPDATE, {"decay": torch.tensor([0.0, 1.0, -1.0, 0.0])}, r"decay\[2\]: got -1"),
     ],
 )
-def test_checked_mode(name: str, changes: dict[str, Any], message: str, host: Recorder) -> None:
+def test_checked_mode(name: str, changes: dict[str, Any], message: str, host: HostLauncher) -> None:
     arguments = legal(name) | changes
     call(name, **arguments)
     with linattn.checked(), pytest.raises(ValueError, match=message):
@@ -633,7 +612,7 @@ def test_checked_mode(name: str, changes: dict[str, Any], message: str, host: Re
 
 
 @CHECKED
-def test_checked_mode_cannot_read_in_a_capture(host: Recorder) -> None:
+def test_checked_mode_cannot_read_in_a_capture(host: HostLauncher) -> None:
     call(ONE)
     host.capturing = lambda: True  # type: ignore[method-assign]
     with linattn.checked(), pytest.raises(RuntimeError, match="la_decode: checked mode"):
@@ -641,7 +620,7 @@ def test_checked_mode_cannot_read_in_a_capture(host: Recorder) -> None:
 
 
 @EMPTY
-def test_empty(host: Recorder) -> None:
+def test_empty(host: HostLauncher) -> None:
     nobody = {
         "q": tokens(H, 0, T), "k": tokens(H, 0, T), "v": tokens(HV, 0, T),
         "state_indices": torch.zeros(0).int(), "out": None,

@@ -11,3 +11,12 @@ Nothing here imports torch, numpy or CUDA state until a marker, option or fixtur
 """
 
 from __future__ import annotations
+
+Capability = tuple[int, int]
+
+FAMILIES: dict[str, tuple[Capability, ...]] = {
+    "sm90": ((9, 0),),
+    "sm100": ((10, 0), (10, 3)),
+    "sm103": ((10, 3),),
+}
+"""Compute capabilities by family."""

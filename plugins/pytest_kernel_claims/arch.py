@@ -26,16 +26,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import pytest
 
+from pytest_kernel_claims import FAMILIES as FAMILIES
+from pytest_kernel_claims import Capability as Capability
+
 if TYPE_CHECKING:
     import torch
 
-Capability = tuple[int, int]
-
-FAMILIES: dict[str, tuple[Capability, ...]] = {
-    "sm90": ((9, 0),),
-    "sm100": ((10, 0), (10, 3)),
-    "sm103": ((10, 3),),
-}
 ANY_GPU = "gpu"
 EMULATED: dict[str, str | None] = {
     "emulated": None,

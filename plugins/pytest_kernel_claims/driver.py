@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ctypes
 
+from pytest_kernel_claims import Capability
+
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 
 
-def capabilities() -> list[tuple[int, int]] | None:
+def capabilities() -> list[Capability] | None:
     """Compute capabilities of the visible GPUs; None where there is no driver to ask.
 
     ``CUDA_VISIBLE_DEVICES`` hides GPUs here as it does from torch.
@@ -32,7 +34,7 @@ def _ask(driver: ctypes.CDLL, attribute: int, device: int) -> int:
     return value.value
 
 
-def described(found: list[tuple[int, int]] | None) -> str:
+def described(found: list[Capability] | None) -> str:
     """What ``capabilities`` found, in words."""
     if found is None:
         return "no NVIDIA driver"

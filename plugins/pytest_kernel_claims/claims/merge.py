@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pytest_kernel_claims.claims import shapes
 from pytest_kernel_claims.claims.model import SCHEMA
@@ -60,7 +60,6 @@ def matrix(runs: list[dict[str, Any]]) -> str:
         for run in sorted(runs, key=lambda one: datetime.fromisoformat(one["when"]))
         for key, entry in run["claims"].items()
     }
-    needing = {key for run in runs for key, entry in run["claims"].items() if entry["arches"]}
     lines = [
         row("claim", "statement", *(column.label for column in across)),
         row(*["---"] * (2 + len(across))),
@@ -74,7 +73,7 @@ def matrix(runs: list[dict[str, Any]]) -> str:
         for run in column.runs
     ]
     lines += _reworded(runs, texts)
-    return "\n".join(lines + list(_unproven(across, texts, needing))) + "\n"
+    return "\n".join(lines + list(_unproven(runs))) + "\n"
 
 
 def _reworded(runs: list[dict[str, Any]], texts: dict[str, str]) -> Iterator[str]:
@@ -85,18 +84,37 @@ def _reworded(runs: list[dict[str, Any]], texts: dict[str, str]) -> Iterator[str
                 yield f"\n{run['file']} says of {key}: {entry['text']}."
 
 
-def _unproven(across: list[Column], texts: dict[str, str], needing: set[str]) -> Iterator[str]:
-    emulated, nowhere = [], []
-    for key in sorted(texts):
+class Standing(NamedTuple):
+    """Ids of claims by the best that verified them."""
+
+    on_gpu: list[str]
+    without: list[str]
+    """On no GPU, which they do not need."""
+    emulated: list[str]
+    nowhere: list[str]
+
+
+def standing(runs: Sequence[dict[str, Any]]) -> Standing:
+    """What verified each claim of the runs."""
+    across, found = columns(runs), Standing([], [], [], [])
+    needing = {key for run in runs for key, entry in run["claims"].items() if entry["arches"]}
+    for key in sorted({key for run in runs for key in run["claims"]}):
         ranks = {column.rank for column in across if column.cell(key)[0] == "verified"}
         if not ranks:
-            nowhere.append(key)
-        elif key in needing and 0 not in ranks:
-            emulated.append(key)
-    if emulated:
-        yield f"\nVerified in emulation only, on no GPU: {', '.join(emulated)}."
-    if nowhere:
-        yield f"\nVerified nowhere: {', '.join(nowhere)}."
+            found.nowhere.append(key)
+        elif 0 in ranks:
+            found.on_gpu.append(key)
+        else:
+            (found.emulated if key in needing else found.without).append(key)
+    return found
+
+
+def _unproven(runs: Sequence[dict[str, Any]]) -> Iterator[str]:
+    found = standing(runs)
+    if found.emulated:
+        yield f"\nVerified in emulation only, on no GPU: {', '.join(found.emulated)}."
+    if found.nowhere:
+        yield f"\nVerified nowhere: {', '.join(found.nowhere)}."
 
 
 def leave_out(runs: list[dict[str, Any]], keys: Iterable[str]) -> None:

@@ -15,25 +15,14 @@ BEGIN, END = "<!-- summary:begin -->", "<!-- summary:end -->"
 
 def counts(runs: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Lines of a list: how many claims are verified, and by what."""
-    across = merge.columns(runs)
-    needing = {key for run in runs for key, entry in run["claims"].items() if entry["arches"]}
-    keys = sorted({key for run in runs for key in run["claims"]})
-    on_gpu, without, emulated, nowhere = list[str](), list[str](), list[str](), list[str]()
-    for key in keys:
-        ranks = {column.rank for column in across if column.cell(key)[0] == "verified"}
-        if not ranks:
-            nowhere.append(key)
-        elif 0 in ranks:
-            on_gpu.append(key)
-        else:
-            (emulated if key in needing else without).append(key)
-    gpus = " and ".join(column.label for column in across if column.rank == 0)
-    yield f"{len(keys)} claims:"
+    found = merge.standing(runs)
+    gpus = " and ".join(column.label for column in merge.columns(runs) if column.rank == 0)
+    yield f"{sum(map(len, found))} claims:"
     yield ""
-    yield f"- {len(on_gpu)} verified on {gpus or 'a GPU'};"
-    yield f"- {len(without)} verified without a GPU, which they do not need;"
-    yield f"- {_listed(emulated)} about kernels, verified in emulation and on no GPU yet;"
-    yield f"- {_listed(nowhere)} verified nowhere."
+    yield f"- {len(found.on_gpu)} verified on {gpus or 'a GPU'};"
+    yield f"- {len(found.without)} verified without a GPU, which they do not need;"
+    yield f"- {_listed(found.emulated)} about kernels, verified in emulation and on no GPU yet;"
+    yield f"- {_listed(found.nowhere)} verified nowhere."
 
 
 def _listed(keys: Sequence[str]) -> str:

@@ -42,6 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         root = env.cache_dir()
+    except OSError as error:
+        print(f"error: there is no folder for the cache: {error}", file=sys.stderr)
+        return 1
+    try:
         if options.toolkit is not None:
             toolchain.use_toolkit(options.toolkit)
         for arch in map(Arch.parse, options.arch):
@@ -51,9 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (NotImplementedError, UnsupportedArchitecture, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except OSError as error:
-        print(f"error: there is no folder for the cache: {error}", file=sys.stderr)
-        return 1
     if options.toolkit is None and len(toolchain.toolkits()) > 1:
         print(f"by {toolchain.toolkit()}; for a driver that takes another toolkit: --toolkit")
     return 0

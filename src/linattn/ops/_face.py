@@ -126,9 +126,8 @@ def _refuse_grads(named: Iterable[tuple[str, Tensor, bool]]) -> None:
 
 def _refuse_grad(face: Face, form: int, given: Sequence[Tensor]) -> None:
     """Raise for the tensor that requires grad; called while grad mode is on."""
-    signature = face.function.signature
-    entries = [signature[name] for name in face.given(form)]
-    validate.no_grad([(spec.label, x) for spec, x in zip(entries, given) if not spec.whole])
+    entries = map(face.function.signature.__getitem__, face.given(form))
+    _refuse_grads((spec.label, x, spec.whole) for spec, x in zip(entries, given))
 
 
 def _screen(rows: Sequence[tuple[str, str, bool, bool]], tensors: Sequence[Tensor | None]) -> None:
