@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator
 import pytest
 import torch
 from hypothesis import settings
+from stand_ins import HostLauncher
 
 from linattn.host import cache, launch
 
@@ -27,6 +28,14 @@ def pytest_runtest_makereport(
         path, line, _ = item.reportinfo()
         report.longrepr = str(path), (line or 0) + 1, report.longrepr[2]
     return report
+
+
+@pytest.fixture
+def recorder() -> Iterator[HostLauncher]:
+    """Calls take CPU tensors for those of an H200, and are kept instead of launched."""
+    with launch.use_launcher(HostLauncher()) as launcher:
+        assert isinstance(launcher, HostLauncher)
+        yield launcher
 
 
 @pytest.fixture

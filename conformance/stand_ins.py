@@ -96,7 +96,7 @@ class ReferenceLauncher(HostLauncher):
         return launch
 
 
-class CheckingLauncher(ReferenceLauncher):
+class CheckingLauncher(HostLauncher):
     """Its functions refuse what no descriptor can hold, in words that are not the operator's."""
 
     def function(self, operator: Operator, arch: Arch, config: Any) -> Callable[..., Any]:
