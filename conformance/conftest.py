@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import pytest
 import torch
@@ -61,3 +61,20 @@ def cold() -> Iterator[None]:
     yield
     cache.reset()
     launch.current().forget()
+
+
+@pytest.fixture
+def processors(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """``processors(3)``: until the test ends calls are planned for a GPU of three multiprocessors,
+    and none as an earlier one was."""
+    launchers = []
+
+    def plan_for(count: int) -> None:
+        launcher = launch.current()
+        monkeypatch.setattr(launcher, "multiprocessors", lambda device: count)
+        launcher.forget()
+        launchers.append(launcher)
+
+    yield plan_for
+    for launcher in launchers:
+        launcher.forget()

@@ -1,7 +1,4 @@
-"""Packed prefill under compute-sanitizer: every way to leave a tensor, and both kinds of grid.
-
-Used as ``test_prefill_sanitizer.py`` is.
-"""
+"""Packed prefill under a sanitizer: every way to leave a tensor, and both kinds of grid."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from packed_cases import Packed, packed
+from sanitizers import under_tools
 
 from linattn.reference import lightning_chunked
 
@@ -65,55 +63,24 @@ MEMORY = (
 BARRIERS = (tails_at_the_end, gaps_and_padding, no_tokens, many_units_of_one_cta)
 
 Build = Callable[[torch.device], Packed]
+CLAIMS = {
+    "memcheck": ("LA-74", "memcheck finds no stray access of packed prefill"),
+    "initcheck": ("LA-76", "initcheck finds no read of what nothing wrote, in packed prefill"),
+    "synccheck": ("LA-75", "synccheck finds no misuse of a barrier in packed prefill"),
+    "racecheck": ("LA-77", "racecheck finds no accesses without an order in packed prefill"),
+}
 
 
-def check(build: Build, device: torch.device, assert_bitwise: Any) -> None:
+@pytest.mark.parametrize("build", under_tools(CLAIMS, MEMORY, BARRIERS))
+def test_under_a_tool(
+    build: Build, device: torch.device, request: pytest.FixtureRequest, assert_bitwise: Any
+) -> None:
     """The operator against the reference, which runs on the CPU: no kernel of its own to check."""
+    if build is many_units_of_one_cta:
+        request.getfixturevalue("processors")(1)
     inputs = build(device)
     tensors = {name: getattr(inputs, name).cpu() for name in ("q", "k", "v", "decay", "pool")}
     want, states = replace(inputs, **tensors).want(lightning_chunked)
     o, pool = inputs.run(inputs.pool, out=torch.zeros_like(inputs.v))
     covered = ~want.isnan()
     assert_bitwise((o.cpu()[covered], pool.cpu()), (want[covered], states), "o pool")
-
-
-@pytest.mark.claim("LA-74", "memcheck finds no stray access of packed prefill")
-@pytest.mark.sanitize("memcheck")
-@pytest.mark.parametrize("build", MEMORY, ids=lambda build: build.__name__)
-def test_memory(build: Build, device: torch.device, assert_bitwise: Any) -> None:
-    check(build, device, assert_bitwise)
-
-
-@pytest.mark.claim("LA-76", "initcheck finds no read of what nothing wrote, in packed prefill")
-@pytest.mark.sanitize("initcheck")
-@pytest.mark.parametrize("build", MEMORY, ids=lambda build: build.__name__)
-def test_initialisation(build: Build, device: torch.device, assert_bitwise: Any) -> None:
-    check(build, device, assert_bitwise)
-
-
-@pytest.fixture
-def few_processors(processors: Callable[[int], None]) -> None:
-    """One CTA takes all units of a persistent grid."""
-    processors(1)
-
-
-@pytest.mark.claim("LA-75", "synccheck finds no misuse of a barrier in packed prefill")
-@pytest.mark.sanitize("synccheck")
-@pytest.mark.parametrize("build", BARRIERS, ids=lambda build: build.__name__)
-def test_barriers(
-    build: Build, device: torch.device, request: pytest.FixtureRequest, assert_bitwise: Any
-) -> None:
-    if build is many_units_of_one_cta:
-        request.getfixturevalue("few_processors")
-    check(build, device, assert_bitwise)
-
-
-@pytest.mark.claim("LA-77", "racecheck finds no accesses without an order in packed prefill")
-@pytest.mark.sanitize("racecheck")
-@pytest.mark.parametrize("build", BARRIERS, ids=lambda build: build.__name__)
-def test_races(
-    build: Build, device: torch.device, request: pytest.FixtureRequest, assert_bitwise: Any
-) -> None:
-    if build is many_units_of_one_cta:
-        request.getfixturevalue("few_processors")
-    check(build, device, assert_bitwise)

@@ -1,10 +1,4 @@
-"""Fixed-length prefill under compute-sanitizer: small problems with every kind of edge.
-
-The marks choose: ``--sanitizer=TOOL`` runs the test of that tool, each case in a process of its
-own. Without the option all are skipped: a run that no tool watches says nothing of what a tool
-would find. On a GPU initcheck and racecheck are advisory: they do not follow every access of the
-tensor-memory engine.
-"""
+"""Fixed-length prefill under a sanitizer: small problems with every kind of edge."""
 
 from __future__ import annotations
 
@@ -14,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from prefill_cases import Problem, problem
+from sanitizers import under_tools
 
 import linattn
 from linattn.reference import lightning_chunked
@@ -67,40 +62,19 @@ MEMORY = (
 BARRIERS = (one_token, short_tail_of_grouped_heads, one_token_behind_a_chunk, several_chunks)
 
 Build = Callable[[torch.device], tuple[Problem, torch.Tensor | None]]
+CLAIMS = {
+    "memcheck": ("LA-17", "memcheck finds no stray and no misaligned access"),
+    "initcheck": ("LA-27", "initcheck finds no read of memory that nothing has written"),
+    "synccheck": ("LA-18", "synccheck finds no misuse of a barrier"),
+    "racecheck": ("LA-28", "racecheck finds no accesses of shared memory without an order"),
+}
 
 
-def check(build: Build, device: torch.device, assert_bitwise: Any) -> None:
+@pytest.mark.parametrize("build", under_tools(CLAIMS, MEMORY, BARRIERS))
+def test_under_a_tool(build: Build, device: torch.device, assert_bitwise: Any) -> None:
     """The operator against the reference, which runs on the CPU: no kernel of its own to check."""
     inputs, out = build(device)
     got = linattn.lightning_attn_fwd(*inputs.arguments, True, out=out)
     on_host = [x.cpu() if isinstance(x, torch.Tensor) else x for x in inputs.arguments]
     want = lightning_chunked(*on_host)
     assert_bitwise([x.cpu() for x in got], list(want), "o state")
-
-
-@pytest.mark.claim("LA-17", "memcheck finds no stray and no misaligned access")
-@pytest.mark.sanitize("memcheck")
-@pytest.mark.parametrize("build", MEMORY, ids=lambda build: build.__name__)
-def test_memory(build: Build, device: torch.device, assert_bitwise: Any) -> None:
-    check(build, device, assert_bitwise)
-
-
-@pytest.mark.claim("LA-27", "initcheck finds no read of memory that nothing has written")
-@pytest.mark.sanitize("initcheck")
-@pytest.mark.parametrize("build", MEMORY, ids=lambda build: build.__name__)
-def test_initialisation(build: Build, device: torch.device, assert_bitwise: Any) -> None:
-    check(build, device, assert_bitwise)
-
-
-@pytest.mark.claim("LA-18", "synccheck finds no misuse of a barrier")
-@pytest.mark.sanitize("synccheck")
-@pytest.mark.parametrize("build", BARRIERS, ids=lambda build: build.__name__)
-def test_barriers(build: Build, device: torch.device, assert_bitwise: Any) -> None:
-    check(build, device, assert_bitwise)
-
-
-@pytest.mark.claim("LA-28", "racecheck finds no accesses of shared memory without an order")
-@pytest.mark.sanitize("racecheck")
-@pytest.mark.parametrize("build", BARRIERS, ids=lambda build: build.__name__)
-def test_races(build: Build, device: torch.device, assert_bitwise: Any) -> None:
-    check(build, device, assert_bitwise)

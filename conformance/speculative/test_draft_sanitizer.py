@@ -1,8 +1,4 @@
-"""Draft kernels under compute-sanitizer: small problems with every kind of edge.
-
-``--sanitizer=TOOL`` runs the test of that tool, each case in a process of its own; without it all
-are skipped.
-"""
+"""Draft kernels under a sanitizer: small problems with every kind of edge."""
 
 from __future__ import annotations
 
@@ -11,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 from draft_cases import Case, build
+from sanitizers import under_tools
 
 import linattn
 from linattn.reference.speculative import lightning_decode, lightning_verify
 
 pytestmark = [
-    *(pytest.mark.sm90, pytest.mark.sm100, pytest.mark.bitwise),
+    pytest.mark.sm90,
+    pytest.mark.sm100,
+    pytest.mark.bitwise,
     pytest.mark.usefixtures("watched"),
 ]
 
@@ -26,8 +25,19 @@ CASES = (
     Case(2, 8, (2, 2), "none", "int64", "H", 1.0),
 )
 
+CLAIMS = {
+    "memcheck": ("SD-17", "memcheck finds no stray and no misaligned access of draft kernels"),
+    "initcheck": (
+        "SD-28",
+        "initcheck finds no read of what nothing has written, in draft kernels",
+    ),
+    "synccheck": ("SD-18", "synccheck finds no misuse of a barrier in draft kernels"),
+    "racecheck": ("SD-29", "racecheck finds no accesses without an order in draft kernels"),
+}
 
-def check(case: Case, device: torch.device, assert_bitwise: Any) -> None:
+
+@pytest.mark.parametrize("case", under_tools(CLAIMS, CASES, CASES[1:]))
+def test_under_a_tool(case: Case, device: torch.device, assert_bitwise: Any) -> None:
     """A verified, then committed, then folded step; references run on the CPU."""
     problem = build(case, device)
     q, k, v, pool, decay, indices, scale = problem.arguments
@@ -57,31 +67,3 @@ def check(case: Case, device: torch.device, assert_bitwise: Any) -> None:
     )
     got = [x[problem.live] for x in (verified, folded, fused)] + [pool[problem.slots]]
     assert_bitwise([x.cpu() for x in got], list(want), "verified folded fused states")
-
-
-@pytest.mark.claim("SD-17", "memcheck finds no stray and no misaligned access of draft kernels")
-@pytest.mark.sanitize("memcheck")
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_memory(case: Case, device: torch.device, assert_bitwise: Any) -> None:
-    check(case, device, assert_bitwise)
-
-
-@pytest.mark.claim("SD-28", "initcheck finds no read of what nothing has written, in draft kernels")
-@pytest.mark.sanitize("initcheck")
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_initialisation(case: Case, device: torch.device, assert_bitwise: Any) -> None:
-    check(case, device, assert_bitwise)
-
-
-@pytest.mark.claim("SD-18", "synccheck finds no misuse of a barrier in draft kernels")
-@pytest.mark.sanitize("synccheck")
-@pytest.mark.parametrize("case", CASES[1:], ids=str)
-def test_barriers(case: Case, device: torch.device, assert_bitwise: Any) -> None:
-    check(case, device, assert_bitwise)
-
-
-@pytest.mark.claim("SD-29", "racecheck finds no accesses without an order in draft kernels")
-@pytest.mark.sanitize("racecheck")
-@pytest.mark.parametrize("case", CASES[1:], ids=str)
-def test_races(case: Case, device: torch.device, assert_bitwise: Any) -> None:
-    check(case, device, assert_bitwise)

@@ -1,4 +1,4 @@
-"""Decode, verify and commit: repeats, streams, graphs, and what is compiled."""
+"""Decode, verify and commit: repeats, steps queued behind one another, and what is compiled."""
 
 from __future__ import annotations
 
@@ -62,42 +62,6 @@ def test_repeats(cuda: torch.device, assert_bitwise: Any) -> None:
         assert_bitwise(run(problem), want, NAMES)
 
 
-@pytest.mark.claim("SD-10", "draft steps are ordered on torch's current stream, several at once")
-@pytest.mark.determinism
-def test_side_stream(cuda: torch.device, assert_bitwise: Any) -> None:
-    """Inputs that a slow producer writes on a side stream are not read before it."""
-    problem = build(CASE, cuda)
-    want = run(problem)
-    source = problem.k.clone()
-    problem.k.fill_(torch.nan)
-    torch.cuda.synchronize()
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(50_000_000)
-        problem.k.copy_(source)
-        got = run(problem)
-    side.synchronize()
-    assert_bitwise(got, want, NAMES)
-
-
-@pytest.mark.claim("SD-10", "draft steps are ordered on torch's current stream, several at once")
-@pytest.mark.determinism
-def test_two_streams(cuda: torch.device, assert_bitwise: Any) -> None:
-    problems = [build(CASE, cuda, seed) for seed in (7, 8)]
-    want = [run(problem) for problem in problems]
-    streams = [torch.cuda.Stream() for _ in problems]
-    torch.cuda.synchronize()
-    got: list[list[Any]] = [[], []]
-    for _ in range(20):
-        for i, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                got[i].append(run(problems[i]))
-    torch.cuda.synchronize()
-    for i, results in enumerate(got):
-        for result in results:
-            assert_bitwise(result, want[i], NAMES)
-
-
 @pytest.mark.claim("SD-19", "a step queued behind another reads all that it left")
 @pytest.mark.determinism
 @pytest.mark.parametrize("how", ["eager", "graph"])
@@ -141,63 +105,6 @@ def test_queued_steps(
     torch.cuda.synchronize()
     names = " ".join(f"verified{i} token{i} folded{i}" for i in range(len(drafts)))
     assert_bitwise(got, want, f"{names} states k_buffer v_buffer")
-
-
-@pytest.mark.claim("SD-11", "a captured step replays on new drafts, slots and accepted lengths")
-@pytest.mark.bitwise
-def test_graph_replay(cuda: torch.device, assert_bitwise: Any) -> None:
-    problem = build(CASE, cuda)
-    for name in ("la_decode", "la_verify_kvbuffer", "la_state_update_kvbuffer"):
-        linattn.warm_up(name)
-    pool, held, accepted = problem.pool.clone(), buffers(problem), lengths(problem)
-    assert problem.indices is not None
-    problem.pool = pool  # the tensors that the graph sees are this problem's
-    inputs = (problem.q, problem.k, problem.v, problem.indices)
-    rest = (problem.decay, problem.indices, problem.scale)
-    named = {"k_buffer": held[0], "v_buffer": held[1]}
-    q, k, v, _ = inputs
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        verified = linattn.la_verify_kvbuffer(q, k, v, pool, *rest, **named)
-        linattn.la_state_update_kvbuffer(*held, pool, *rest[:2], accepted)
-        token = linattn.la_decode(q[:, 0], k[:, 0], v[:, 0], pool, *rest)
-        folded = linattn.la_verify_kvbuffer(q, k, v, pool, *rest, **named, accepted_len=accepted)
-    for seed, shift in ((5, 0), (6, 3)):
-        fresh = build(CASE, cuda, seed)
-        assert fresh.indices is not None
-        fresh.indices = fresh.indices.roll(seed)
-        fresh.slots = fresh.indices.tolist()
-        fresh.pool.nan_to_num_(0.5)
-        for target, source in zip(inputs, (fresh.q, fresh.k, fresh.v, fresh.indices)):
-            target.copy_(source)
-        pool.copy_(fresh.pool)
-        accepted.copy_(lengths(fresh, shift))
-        for buffer in held:
-            buffer.zero_()
-        graph.replay()
-        want = run(fresh, shift)
-        assert_bitwise((verified, token, folded, pool[fresh.slots], *held), want, NAMES)
-
-
-@pytest.mark.claim("SD-12", "a first draft call inside a capture is refused by name")
-@pytest.mark.dispatch
-@pytest.mark.usefixtures("cold")
-def test_cold_capture_is_refused(cuda: torch.device) -> None:
-    problem = build(CASE, cuda)
-    held, accepted = buffers(problem), lengths(problem)
-    pool, decay, indices = problem.arguments[3:6]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        marker = problem.decay + 1
-        with pytest.raises(RuntimeError, match=r"la_decode_mtp: .*warm_up"):
-            linattn.la_decode_mtp(problem.q, problem.k, problem.v, pool, decay, indices)
-        with pytest.raises(RuntimeError, match=r"la_verify_kvbuffer: .*warm_up"):
-            linattn.la_verify_kvbuffer(problem.q, problem.k, problem.v, pool, decay, indices)
-        with pytest.raises(RuntimeError, match=r"la_state_update_kvbuffer: .*warm_up"):
-            linattn.la_state_update_kvbuffer(*held, pool, decay, indices, accepted)
-    graph.replay()
-    assert torch.equal(marker, problem.decay + 1)
 
 
 @pytest.mark.claim("SD-13", "what is compiled is the configurations touched, whatever the shapes")
