@@ -245,10 +245,10 @@ def refuse(name: str, arguments: dict[str, Any], error: type[Exception], message
 
 
 def results(name: str, arguments: Mapping[str, Any], result: Any) -> list[torch.Tensor]:
-    """What a call returned, and every tensor that it may have written."""
+    """What a call returned, and what it may have written: whatever the legal call writes."""
     returned = result if isinstance(result, tuple) else (result,)
-    kept = [arguments[label] for label in PUBLIC[name].tensors if label in arguments]
-    return [x for x in (*returned, *kept) if isinstance(x, torch.Tensor)]
+    written = [arguments.get(label) for label in PUBLIC[name].written]
+    return [x for x in (*returned, *written) if x is not None]
 
 
 # ---------------------------------------------------------------------------------------------

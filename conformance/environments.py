@@ -161,8 +161,8 @@ DEMO = (
     Part(
         "the host waits for nothing, and a planted read is found",
         (
-            "lightning/test_prefill_host_path.py::test_on_meta_tensors[sm90]",
-            "lightning/test_prefill_host_path.py::test_a_read_planted_before_the_launch_is_found",
+            "engine/test_host_path.py::test_on_meta_tensors[lightning_attn_fwd]",
+            "engine/test_host_path.py::test_a_read_planted_before_the_launch_is_found[lightning_attn_fwd]",
         ),
     ),
     Part(

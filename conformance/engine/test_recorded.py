@@ -4,7 +4,7 @@ of tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,9 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import linattn
-from linattn.host import guards, launch
 
-pytestmark = pytest.mark.dispatch
+pytestmark = [pytest.mark.dispatch, pytest.mark.usefixtures("recognised_by", "reference")]
 
 RECORDED = claims(
     *(("LA-H14", "a recorded call holds the operator, a derived one is refused"),) * 2,
@@ -28,18 +27,6 @@ RECORDED = claims(
 Tensors = tuple[torch.Tensor, ...]
 CALLS = pytest.mark.parametrize("name", over(RECORDED))
 BEFORE = pytest.mark.parametrize("before", ["nothing", "a call", "a watched call"])
-
-
-@pytest.fixture(autouse=True, params=[True, False], ids=["compiled", "plain"])
-def reference(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[ReferenceLauncher]:
-    """Warm calls are recognised by torch's compiled check, or where it is missing."""
-    if not request.param:
-        monkeypatch.setattr(guards, "_compiled", lambda: None)
-    with launch.use_launcher(ReferenceLauncher()) as launcher:
-        assert isinstance(launcher, ReferenceLauncher)
-        yield launcher
 
 
 def labels(name: str) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from calls import PUBLIC, call, claims, legal, moved_to, over
+from calls import PUBLIC, call, claims, legal, moved_to, over, results
 
 import linattn
 
@@ -72,10 +72,7 @@ class Loop:
 
     def call(self) -> list[torch.Tensor]:
         """What a call returns, and what it writes."""
-        result = call(self.name, self.given | self.flags)
-        returned = result if isinstance(result, tuple) else (result,)
-        written = [self.given[label] for label in PUBLIC[self.name].written]
-        return [x for x in (*returned, *written) if x is not None]
+        return results(self.name, self.given, call(self.name, self.given | self.flags))
 
 
 @every(STREAMS)

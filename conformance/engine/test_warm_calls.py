@@ -27,16 +27,6 @@ BYPASS = claims(
 )
 
 
-@pytest.fixture(params=[True, False], ids=["torch's check", "properties"])
-def private(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether warm calls are recognised by torch's compiled check, or as where it is missing."""
-    if request.param and guards._compiled() is None:
-        pytest.skip("this torch has no check of its own")
-    if not request.param:
-        monkeypatch.setattr(guards, "_compiled", lambda: None)
-    return bool(request.param)
-
-
 @pytest.mark.parametrize("name", over(PASSED))
 def test_more_addresses_than_are_remembered(
     name: str, recorder: HostLauncher, monkeypatch: pytest.MonkeyPatch
@@ -88,7 +78,7 @@ def with_shared(name: str, *labels: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "shared", [pytest.param(s, marks=PASSED[s[0]]) for s in SHARED], ids="-".join
 )
-@pytest.mark.usefixtures("private")
+@pytest.mark.usefixtures("recognised_by")
 def test_one_object_as_several_arguments(shared: tuple[str, ...], recorder: HostLauncher) -> None:
     """Such calls are as warm as others are, and a warm one is refused what others are."""
     name, *labels = shared
@@ -132,7 +122,7 @@ def test_tensors_made_in_inference_mode(name: str, recorder: HostLauncher) -> No
 
 
 @pytest.mark.claim("SD-V2", "arguments of draft calls reach the kernel as they are")
-@pytest.mark.usefixtures("private")
+@pytest.mark.usefixtures("recognised_by")
 def test_what_a_matcher_accepts() -> None:
     a, b, other = torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(3, 2)
     apart, together = guards.matcher([a, b, other]), guards.matcher([a, a, other])
