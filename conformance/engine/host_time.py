@@ -57,8 +57,9 @@ def quietest(call: Callable[[], Any]) -> float:
     return min(batches)
 
 
-def alternating() -> float:
-    """A prefill call inside and outside autocast in turns, without what entering it costs."""
+def alternating() -> tuple[float, float]:
+    """A prefill call inside and outside autocast in turns, without what entering it costs, and one
+    like the one before."""
     x = Packed()
     q, k, v, out = (rows[:, :64] for rows in x.rows)
     autocast = torch.autocast("cuda")
@@ -75,18 +76,21 @@ def alternating() -> float:
         with autocast:
             pass
 
-    return (quietest(both) - quietest(neither)) / 2
+    return (quietest(both) - quietest(neither)) / 2, quietest(call)
 
 
-def new_totals() -> float:
-    """The median call with a total that no call before had, in the quietest of some rounds."""
+def new_totals() -> tuple[float, float]:
+    """The median call with a total that no call before had, and with one that all had, in the
+    quietest of some rounds in turns."""
     x = Packed()
     totals = iter(random.Random(0).sample(range(64, TOKENS), ROUNDS * CALLS))
-    medians = []
+    new, same = [], []
     for _ in range(ROUNDS):
         torch.cuda.synchronize()
-        medians.append(statistics.median(x.timed(next(totals)) for _ in range(CALLS)))
-    return min(medians)
+        new.append(statistics.median(x.timed(next(totals)) for _ in range(CALLS)))
+        torch.cuda.synchronize()
+        same.append(statistics.median(x.timed(64) for _ in range(CALLS)))
+    return min(new), min(same)
 
 
 def soak(calls: int) -> dict[str, float]:
@@ -128,7 +132,9 @@ def soak(calls: int) -> dict[str, float]:
 def main() -> None:
     """Figures of the calls asked for: ``turns``, or ``soak N``."""
     if sys.argv[1] == "turns":
-        print(json.dumps({"autocast": alternating(), "new totals": new_totals()}))
+        (autocast, warm), (new, same) = alternating(), new_totals()
+        figures = {"autocast": autocast, "warm": warm, "new totals": new, "same total": same}
+        print(json.dumps(figures))
     else:
         print(json.dumps(soak(int(sys.argv[2]))))
 

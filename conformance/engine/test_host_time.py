@@ -1,4 +1,4 @@
-"""Host time of calls that are not like the one before, on an H200."""
+"""Host time of calls that are not like the one before."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ def figures(*arguments: str) -> dict[str, float]:
 )
 @pytest.mark.sm90
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.limits_for("H200")
 def test_calls_in_turns(measured: Any) -> None:
+    """As ratios to a call like the one before: microseconds depend on the host's processor."""
     found = figures("turns")
-    measured("us, prefill with and without autocast in turns", found["autocast"], 12.0)
-    measured("us, packed with a total never seen before", found["new totals"], 20.0)
+    measured("us, prefill with and without autocast in turns", found["autocast"])
+    measured("us, packed with a total never seen before", found["new totals"])
+    measured("of a warm call, autocast in turns", found["autocast"] / found["warm"], 2.1)
+    measured("of a warm call, a new total", found["new totals"] / found["same total"], 3.0)
 
 
 @pytest.mark.claim("CE-09", "100,000 packed calls of random totals rebuild, keep and stall nothing")

@@ -135,7 +135,7 @@ def test_the_demo_has_a_test_of_every_part() -> None:
     tests = [test for part in environments.DEMO for test in part.tests]
     assert len(set(tests)) == len(tests)
     folders = {test.split("/")[0] for test in tests}
-    assert folders == {"lightning", "speculative", "emulator"}
+    assert folders == {"lightning", "speculative", "emulator", "engine"}
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--gpu-arch=none"]
     paths = [str(ROOT / "conformance" / test) for test in tests]
     done = subprocess.run(
