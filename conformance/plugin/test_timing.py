@@ -404,8 +404,9 @@ def test_a_failure_in_a_process_is_the_tests_failure(timed_suite: TimedSuite) ->
     result.stdout.fnmatch_lines(
         ["*ours, repetition 1, in its own process:", "*planted wrong result*"]
     )
-    result.stdout.fnmatch_lines(["*ours, repetition 1: child: exit 7 after*"])
-    # The crash comes first in the second process, which then never measures the sound row.
+    result.stdout.fnmatch_lines(["*ours, repetition 1: the process ended without a full report*"])
+    result.stdout.fnmatch_lines(["child: exit 7 after*"])
+    # A process that crashed has measured no row, not even those before it.
     result.assert_outcomes(failed=3)
 
 
@@ -538,3 +539,56 @@ def test_junit_has_the_figures(timed_suite: TimedSuite) -> None:
     text = (timed_suite.pytester.path / "junit.xml").read_text()
     assert 'name="timing"' in text
     assert json.dumps("medians_us").replace('"', "&quot;") in text
+
+
+# --- processes that end badly ---------------------------------------------------------------
+
+
+ENDINGS = {
+    "a finalizer that fails": ("", "raise AssertionError('guard band')", "guard band"),
+    "a finalizer that exits": ("", "os._exit(0)", "without a full report"),
+    "a session that fails": ("raise RuntimeError('planted')", "", "RuntimeError: planted"),
+    "an exit code": ("os._exit(3)", "", "without a full report"),
+    "an exit handler": ("atexit.register(os._exit, 5)", "", "did not end well"),
+}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("how", ENDINGS)
+def test_a_process_that_ends_badly_measures_nothing(
+    timed_suite: TimedSuite, how: str, processes: int
+) -> None:
+    """In-process, too, where it is the run itself that ends so."""
+    session, finalizer, told = ENDINGS[how]
+    if processes == 1 and not finalizer.startswith("raise"):
+        pytest.skip("ends this process")
+    timed_suite.plan(drift=0).write(f"""
+        import atexit, os
+        import pytest
+        from fake_gpu import spend
+        from pytest_kernel_claims import child
+
+        @pytest.fixture(scope="session")
+        def measuring(pytestconfig):
+            return {processes} == 1 or child.order(pytestconfig) is not None
+
+        @pytest.fixture(scope="session")
+        def ending(measuring):
+            yield
+            if measuring:
+                {session or "pass"}
+
+        @pytest.fixture
+        def guarded(ending, measuring):
+            yield
+            if measuring:
+                {finalizer or "pass"}
+
+        @pytest.mark.claim("SPEED", "fast enough")
+        @pytest.mark.timing(processes={processes}, warmup=1, iterations=2)
+        def test_speed(cuda_benchmark, guarded):
+            cuda_benchmark(lambda: lambda: spend(40e-6)).at_most(us=50.0)
+    """)
+    result = timed_suite.apart()
+    assert result.ret == 1
+    result.stdout.fnmatch_lines([f"*{told}*", "SPEED  failed *"])

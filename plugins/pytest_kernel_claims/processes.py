@@ -243,7 +243,7 @@ class Group:
         # What hangs, or keeps every row from being measured, would do so again.
         self._stopped = ended.timed_out or not measured
         for item in self.items:
-            if item.nodeid not in measured:
+            if item.nodeid not in measured or unsound(ended, item):
                 self._blame(item, ended, f"{name}, repetition {repetition + 1}")
         verdict = f"; does not count: {'; '.join(sorted(problems))}" if problems else ""
         self._say(f"  {ended.seconds:.1f} s, {len(measured)} rows measured{verdict}")
@@ -254,13 +254,26 @@ class Group:
         failures = [report.longreprtext for report in reports if report.failed]
         if failures:
             row.failed = row.failed or "\n".join([f"{who}, in its own process:", *failures])
-        elif any(report.skipped for report in reports):
+        elif any(report.skipped for report in reports) and not unsound(ended, item):
             row.skipped = row.skipped or _skip_reason(reports)
         else:
-            row.failed = row.failed or f"{who}: {ended.explain()}"
+            row.failed = row.failed or f"{who}: {unsound(ended, item)}\n{ended.explain()}"
 
     def _say(self, text: str) -> None:
         say(self.config, f"timing {self.key}: {text}")
+
+
+def unsound(ended: child.Child, item: pytest.Item) -> str:
+    """Why what a process says of a row does not count; "" where every phase of the test, its
+    finalizers included, and the process itself ended well."""
+    reports = ended.of(item)
+    if any(report.failed for report in reports):
+        return "a phase of the test failed"
+    if not any(report.when == "teardown" for report in reports):
+        return "the process ended without a full report of the test"
+    # pytest says 1 for a failed test, which may be another row.
+    told = ended.returncode == 1 and any(report.failed for report in ended.reports)
+    return "" if ended.returncode == 0 or told else "the process did not end well"
 
 
 def _skip_reason(reports: Sequence[pytest.TestReport]) -> str:
