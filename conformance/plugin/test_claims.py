@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -481,6 +482,86 @@ def test_a_time_limit_leaves_the_claims(
     assert (claim["verdict"], claim["counts"]) == ("partial", {"not run": 1, "passed": 2})
     assert claim["tests"]["test_it.py::test_passes"]["outcome"] == "passed"
     assert run["exitstatus"] == pytest.ExitCode.INTERRUPTED
+
+
+LEAVING = """
+    import os, time
+    import pytest
+
+    @pytest.mark.claim("A", "text")
+    def test_passes():
+        time.sleep(1.1)
+
+    @pytest.mark.claim("A", "text")
+    def test_leaves():
+        {leave}
+
+    @pytest.mark.claim("A", "text")
+    def test_never_comes(): pass
+"""
+
+
+def apart(suite: Suite, load_plugin: tuple[str, ...], *options: str) -> Any:
+    """Run in a process that may end as it likes."""
+    command = [sys.executable, "-m", "pytest", *load_plugin, "-p", "no:cacheprovider", *options]
+    return subprocess.run(
+        [*command, "--claims-json=claims.json"],
+        cwd=suite.pytester.path,
+        env=elsewhere(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("leave", "status"),
+    [("os._exit(0)", 1), ("os._exit(3)", 3), ("os.kill(os.getpid(), 9)", -signal.SIGKILL)],
+)
+def test_a_test_that_ends_the_run(
+    suite: Suite, load_plugin: tuple[str, ...], leave: str, status: int
+) -> None:
+    """It is no success, what was shown is kept, and the file says that the run has no end."""
+    suite.write(LEAVING.format(leave=leave))
+    done = apart(suite, load_plugin)
+    assert done.returncode == status
+    assert ("os._exit" in leave) == ("test_it.py::test_leaves (call): no claim" in done.stderr)
+    run = suite.json("claims.json")
+    assert run["exitstatus"] is None
+    assert run["claims"]["A"]["verdict"] == "partial"
+    assert run["claims"]["A"]["tests"]["test_it.py::test_passes"]["outcome"] == "passed"
+    assert main(["verdict", str(suite.pytester.path / "claims.json")]) == 1
+    assert main(["audit", str(suite.pytester.path / "claims.json")]) == 1
+
+
+def test_a_fork_may_leave(suite: Suite, load_plugin: tuple[str, ...]) -> None:
+    child = "pid = os.fork()\n        if not pid: os._exit(0)\n        os.waitpid(pid, 0)"
+    suite.write(LEAVING.format(leave=child))
+    done = apart(suite, load_plugin)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert suite.json("claims.json")["exitstatus"] == 0
+    assert os._exit is EXIT
+
+
+EXIT = os._exit
+
+
+@pytest.mark.parametrize("hook", ["sessionfinish", "unconfigure", "terminal_summary"])
+@pytest.mark.parametrize("how", ["raise RuntimeError('planted')", "pytest.exit('planted', 7)"])
+def test_what_pytest_returns_is_recorded(
+    suite: Suite, load_plugin: tuple[str, ...], hook: str, how: str
+) -> None:
+    """As when a comparison of timings fails behind the last test."""
+    suite.write(ONE).pytester.makeconftest(f"""
+        import pytest
+
+        @pytest.hookimpl(trylast=True)
+        def pytest_{hook}():
+            {how}
+    """)
+    done = apart(suite, load_plugin)
+    assert done.returncode != 0
+    assert suite.json("claims.json")["exitstatus"] == done.returncode
 
 
 @pytest.mark.parametrize("theirs", [signal.SIG_DFL, signal.SIG_IGN])

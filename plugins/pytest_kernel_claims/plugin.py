@@ -141,6 +141,19 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Collector(config), "kernel_claims_collector")
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object]:
+    """What is recorded is what pytest returns: plugins end runs behind the last hook, too."""
+    status: object = pytest.ExitCode.TESTS_FAILED
+    try:
+        status = yield
+        return status
+    finally:
+        collector = config.pluginmanager.get_plugin("kernel_claims_collector")
+        if collector is not None and isinstance(status, int):
+            collector.ended(int(status))
+
+
 def _is_child(config: pytest.Config) -> bool:
     """Whether this pytest re-runs tests for another one, which has their claims."""
     return config.stash.get(_IS_CHILD, False)

@@ -37,6 +37,8 @@ def differences(run: Mapping[str, Any]) -> Iterator[str]:
         yield from _unequal(f"claim {key}", entry, claim.as_json())
         yield from _outcomes(claim, records)
         failed = failed or claim.verdict == "failed"
+    if run["exitstatus"] is None:
+        yield "exitstatus: recorded none, for the run was ended by force"
     if failed and run["exitstatus"] == 0:
         yield "exitstatus: recorded 0, but a claim or a ratio set failed"
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,10 @@ from pytest_kernel_claims.claims.report import closing, table, write_json
 
 if TYPE_CHECKING:
     from pytest_kernel_claims.figures import RatioSet
+
+
+SECONDS_BETWEEN_WRITES = 1.0
+"""While tests run: what one of them ends by force is lost for this long at most."""
 
 
 def _outcome(report: pytest.TestReport) -> str | None:
@@ -51,6 +57,8 @@ class Collector:
         self._json = _writable(config.getoption("claims_json"))
         self._required = _read_required(config.getoption("require_claims"))
         self._source = provenance.source_state(config.rootpath) if self._json else {}
+        self._written: dict[str, Any] = {}
+        self._written_at = -math.inf
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self) -> None:
@@ -58,6 +66,13 @@ class Collector:
             from pytest_kernel_claims import termination
 
             termination.as_interrupt(self.config)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        if any(name == "claim" for item in session.items for name, _ in item.user_properties):
+            from pytest_kernel_claims import termination
+
+            termination.never_silent(self.config)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.outcome != "passed":
@@ -75,6 +90,9 @@ class Collector:
             claim.rows[report.nodeid].update(_outcome(report), _reason(report), figures)
         for value in values(report, "cubin"):
             self.cubins.setdefault(value["name"], set()).add(value["sha256"])
+        due = time.monotonic() > self._written_at + SECONDS_BETWEEN_WRITES
+        if due and not self.error:
+            self._write(None)
 
     def _seen(self, test: str, value: dict[str, Any]) -> None:
         claim = self.claims.setdefault(value["id"], Claim(value["id"], value["text"]))
@@ -120,8 +138,20 @@ class Collector:
             pytest.ExitCode.NO_TESTS_COLLECTED,
         ):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        self._write(int(session.exitstatus))
+
+    def _write(self, exitstatus: int | None) -> None:
+        """Write the file of ``--claims-json``; None stands in one of a run that has not ended."""
         if self._json:
-            write_json(self._json, self.as_json(int(session.exitstatus)))
+            self._written = self.as_json(exitstatus)
+            write_json(self._json, self._written)
+            self._written_at = time.monotonic()
+
+    def ended(self, exitstatus: int) -> None:
+        """Record what pytest returns, where something behind the last hook has changed it."""
+        if self._json and self._written.get("exitstatus", exitstatus) != exitstatus:
+            self._written["exitstatus"] = exitstatus
+            write_json(self._json, self._written)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -146,7 +176,7 @@ class Collector:
         for line in lines:
             terminalreporter.line(line)
 
-    def as_json(self, exitstatus: int) -> dict[str, Any]:
+    def as_json(self, exitstatus: int | None) -> dict[str, Any]:
         return {
             "schema": SCHEMA,
             **self._source,

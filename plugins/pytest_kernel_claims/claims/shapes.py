@@ -156,7 +156,7 @@ def _escalation(value: Any) -> bool:
 
 
 EVIDENCE = {
-    "exitstatus": WHOLE,
+    "exitstatus": Nullable(WHOLE),
     "modules_not_collected": Optional(Each(COUNT)),
     "claims": Each(
         {

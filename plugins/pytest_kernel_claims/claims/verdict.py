@@ -77,10 +77,14 @@ def lines(runs: Sequence[dict[str, Any]]) -> Iterator[str]:
         if claim.deselected and claim.verdict == "verified":
             yield f"  left out by every run: {counted(claim.deselected, 'test')} of {claim.id}"
     yield from (
-        f"{run['file']}: the run ended with exit status {run['exitstatus']}"
+        f"{run['file']}: {_end(run['exitstatus'])}"
         for run in runs
         if run["exitstatus"] not in ENDED_WELL
     )
+
+
+def _end(status: int | None) -> str:
+    return f"the run ended with exit status {status}" if status is not None else "no end of the run"
 
 
 def add_command(commands: Any) -> None:
