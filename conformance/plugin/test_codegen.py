@@ -160,7 +160,46 @@ def test_ptx_that_does_not_assemble_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="ptxas failed"):
         room.ptxas_advisories(SETMAXNREG.replace("BOUND", "").replace("ret;", "fly;"))
     with pytest.raises(ValueError, match=r"no \.target"):
-        room.ptxas_advisories("")
+        room.ptxas_advisories(".entry a() { ret; }")
+
+
+@pytest.mark.parametrize("arch", ["sm_9Oa", "sm90a", "sm_93", "sm_90b", ""])
+@pytest.mark.parametrize("stated", [False, True], ids=["argument", "target"])
+def test_an_architecture_that_never_was_is_an_error(arch: str, stated: bool) -> None:
+    """As an argument or in the text; it is no reason to skip."""
+    text = SETMAXNREG.replace("BOUND", "")
+    ptxas_or_skip(text)
+    given = text.replace("sm_90a", arch) if stated else text
+    with pytest.raises((ValueError, RuntimeError), match=r"arch: got|no \.target|ptxas failed"):
+        room.ptxas_advisories(given, None if stated else arch or "sm_")
+
+
+def test_an_architecture_that_is_to_come_needs_a_newer_ptxas() -> None:
+    text = SETMAXNREG.replace("BOUND", "")
+    ptxas_or_skip(text)
+    with pytest.raises(room.MissingToolError, match="too old"):
+        room.ptxas_advisories(text, "sm_999a")
+
+
+@pytest.mark.parametrize("ptx", [".version 8.0\n.target sm_90a\n", ".target sm_90a // .entr"])
+def test_ptx_without_a_kernel_shows_nothing(ptx: str) -> None:
+    with pytest.raises(ValueError, match=r"no \.entry"):
+        room.ptxas_advisories(ptx)
+
+
+def test_every_bad_function_is_named() -> None:
+    sound = room.KernelFacts("sound", 32, 0, 0, 0, Counter(HGMMA=4), "", "")
+    bad = [replace(sound, name=name, stack=8, opcodes=Counter()) for name in ("first", "second")]
+    for check in (
+        lambda: room.assert_no_local_memory([sound, *bad]),
+        lambda: room.assert_tensor_core_count([sound, *bad], 4),
+    ):
+        with pytest.raises(AssertionError) as caught:
+            check()
+        assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == [
+            "first",
+            "second",
+        ]
 
 
 def fake_tool(folder: Path, name: str, script: str) -> None:
@@ -187,6 +226,13 @@ def test_an_old_ptxas_is_passed_over(only_path: Path, monkeypatch: pytest.Monkey
     newer = only_path / "newer"
     newer.mkdir()
     fake_tool(newer, "ptxas", 'echo "ptxas warning : Registers are spilled"; echo "ptxas info : 0"')
+    older = only_path / "older"
+    older.mkdir()
+    fake_tool(older, "ptxas", f'echo "{complaint.replace("9.0", "8.8")}" >&2; exit 255')
+    found = [only_path / "ptxas", older / "ptxas"]
+    monkeypatch.setattr(room, "find_tools", lambda name: found)
+    with pytest.raises(room.MissingToolError, match=r"current version is '9\.0'"):
+        room.ptxas_advisories(SETMAXNREG)  # what the newest one says
     found = [only_path / "ptxas", newer / "ptxas"]
     monkeypatch.setattr(room, "find_tools", lambda name: found)
     assert room.ptxas_advisories(SETMAXNREG) == ["Registers are spilled"]
@@ -204,7 +250,7 @@ def test_a_missing_tool_skips_the_test(suite: Suite) -> None:
 
         def test_sass(codegen): codegen.cubin_facts(b"")
 
-        def test_ptx(codegen): codegen.ptxas_advisories(".target sm_90a")
+        def test_ptx(codegen): codegen.ptxas_advisories(".target sm_90a .entry")
     """)
     result = suite.run("-rs")
     result.assert_outcomes(skipped=2)

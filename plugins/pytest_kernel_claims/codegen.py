@@ -41,7 +41,9 @@ _PTX_REST = {
     "directive": re.compile(r"[^;{=]*(?:;|\{|=[^;]*;)"),
     "opcode": re.compile(r"[^;]*;"),
 }
-_TOO_OLD = re.compile(r"Unsupported \.version .*|.*is not defined for option 'gpu-name'")
+_TOO_OLD = re.compile(
+    r"Unsupported \.version .*|(?P<target>Value '[^']*' is not defined for option 'gpu-name')"
+)
 
 
 class MissingToolError(RuntimeError):
@@ -155,12 +157,15 @@ def assert_no_local_memory(facts: KernelFacts | Iterable[KernelFacts]) -> None:
     """Fail when a function has a stack frame, local memory, or an instruction that uses either:
     register spills and register arrays indexed at run time both end up there."""
     __tracebackhide__ = True
+    found = []
     for one in _each(facts):
         used = {"STACK": one.stack, "LOCAL": one.local}
         used.update({name: one.opcodes[name] for name in LOCAL_MEMORY})
         if any(used.values()):
             told = ", ".join(f"{name} {value}" for name, value in used.items())
-            raise AssertionError(f"{one.name}: uses local memory: {told}; expected 0 of each")
+            found.append(f"{one.name}: uses local memory: {told}; expected 0 of each")
+    if found:
+        raise AssertionError("\n".join(found))
 
 
 def assert_tensor_core_count(
@@ -170,15 +175,17 @@ def assert_tensor_core_count(
     ("HGMMA") or in total. The static count depends on compile options: state it for the defaults.
     """
     __tracebackhide__ = True
+    found = []
     for one in _each(facts):
         counts = tensor_core_count(one)
         got = counts[mnemonic] if mnemonic else counts.total()
         if got != expected:
-            what = mnemonic or "tensor-core"
-            raise AssertionError(
-                f"{one.name}: got {got} {what} instructions, expected {expected}; "
-                f"all tensor-core instructions: {dict(counts)}"
+            found.append(
+                f"{one.name}: got {got} {mnemonic or 'tensor-core'} instructions, expected "
+                f"{expected}; all tensor-core instructions: {dict(counts)}"
             )
+    if found:
+        raise AssertionError("\n".join(found))
 
 
 # --- PTX ------------------------------------------------------------------------------------
@@ -227,24 +234,40 @@ def ptxas_advisories(ptx: str, arch: str | None = None) -> list[str]:
     text; ``arch`` as in "sm_90a", the text's own target when None.
 
     The installed ptxas speaks, which need not be the one that made the shipped cubin. Raises
-    MissingToolError without a ptxas as new as the text, RuntimeError when it does not assemble.
+    MissingToolError without a ptxas as new as the text and ``arch``, ValueError for a text without
+    a kernel and for an architecture that never was, RuntimeError when it does not assemble.
     """
-    tools = find_tools("ptxas")
-    refusal = f"ptxas not found: {HINT}"
-    for tool in tools:
-        status, log = _assemble(tool, ptx, arch)
-        too_old = _TOO_OLD.search(log)
-        if status and too_old:
-            refusal = f"ptxas too old ({too_old[0]}): {HINT}"
-        elif status:
-            raise RuntimeError(f"ptxas failed:\n{log}")
-        else:
-            return [line for line in map(_advisory, log.splitlines()) if line]
-    raise MissingToolError(refusal)
-
-
-def _assemble(tool: Path, ptx: str, arch: str | None) -> tuple[int, str]:
+    if not re.search(r"\.(entry|func)\b", ptx):
+        raise ValueError("not PTX of a kernel: it has no .entry and no .func, nothing was checked")
     target = arch or _target(ptx)
+    refusals: list[str] = []
+    unknown: list[Path] = []
+    tools = find_tools("ptxas")
+    for tool in tools:
+        status, log = _assemble(tool, ptx, target)
+        too_old = _TOO_OLD.search(log)
+        if not status:
+            return [line for line in map(_advisory, log.splitlines()) if line]
+        if not too_old:
+            raise RuntimeError(f"ptxas failed:\n{log}")
+        refusals.append(f"ptxas too old ({too_old[0]}): {HINT}")
+        if too_old["target"] and not _is_yet_to_come(target, tool):
+            unknown.append(tool)
+    if tools and unknown == tools:
+        raise ValueError(f"arch: got {target!r}, expected one that {tools[0]} knows")
+    # Of several the newest, which comes first, says what is missing.
+    raise MissingToolError((*refusals, f"ptxas not found: {HINT}")[0])
+
+
+def _is_yet_to_come(arch: str, tool: Path) -> bool:
+    """Whether a name is that of an architecture beyond those that a ptxas lists."""
+    done = subprocess.run([str(tool), "--help"], capture_output=True, text=True, check=False)
+    known = [int(number) for number in re.findall(r"'sm_(\d+)[af]?'", done.stdout)]
+    found = re.fullmatch(r"sm_(\d{2,3})[af]?", arch)
+    return found is not None and int(found[1]) > max(known, default=0)
+
+
+def _assemble(tool: Path, ptx: str, target: str) -> tuple[int, str]:
     flags = ["-v", "--warn-on-spills", "--warn-on-local-memory-usage", f"-arch={target}"]
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
