@@ -416,6 +416,68 @@ def test_required_claims(suite: Suite, required: str | None, status: int, told: 
         assert suite.json("claims.json")["exitstatus"] == status
 
 
+def test_ids_with_a_hash_can_be_required(suite: Suite) -> None:
+    suite.write(ONE.replace('"A"', '"GH-#12"'))
+    path = suite.pytester.path / "required.txt"
+    for text, status in (
+        ("GH-#12", 0),
+        ("GH-#12 # issue 12", 0),
+        ("#GH\n \t# GH\nGH-#12\t#", 0),
+        ("GH-#1", 1),
+    ):
+        path.write_text(text)
+        assert suite.run("--require-claims=required.txt").ret == status, text
+
+
+def test_special_files_are_no_claims_files(suite: Suite) -> None:
+    """A reader waits at the other end of a pipe; replacing it would leave it waiting."""
+    suite.write(ONE)
+    fifo = suite.pytester.path / "pipe"
+    os.mkfifo(fifo)
+    result = suite.run("--claims-json=pipe")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*cannot write pipe: it is no regular file"])
+    assert fifo.is_fifo()
+    (suite.pytester.path / "link").symlink_to(fifo)
+    assert suite.run("--claims-json=link").ret == pytest.ExitCode.USAGE_ERROR
+
+
+def test_a_link_to_a_claims_file_stays_one(suite: Suite) -> None:
+    target = suite.write(ONE).pytester.path / "elsewhere.json"
+    for name in ("link", "dangling"):
+        (suite.pytester.path / name).symlink_to(target)
+        target.unlink(missing_ok=name == "link")
+        assert suite.run(f"--claims-json={name}").ret == 0
+        assert (suite.pytester.path / name).is_symlink()
+        assert suite.json("elsewhere.json")["exitstatus"] == 0
+
+
+def test_a_document_survives_a_write_that_fails(
+    suite: Suite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suite.write(ONE).run("--claims-json=claims.json")
+    document = suite.pytester.path / "claims.md"
+    text = f"# Ours\n{merge.BEGIN}\nold\n{merge.END}\n"
+    document.write_text(text)
+    document.chmod(0o600)
+
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    command = ["merge", str(suite.pytester.path / "claims.json"), "--into", str(document)]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with pytest.raises(SystemExit, match="2"):
+            main(command)
+    assert document.read_text() == text
+    assert (
+        sorted(path.suffix for path in suite.pytester.path.iterdir() if "part" in path.name) == []
+    )
+    assert main(command) == 0
+    assert "old" not in document.read_text()
+    assert document.stat().st_mode & 0o777 == 0o600
+
+
 @pytest.mark.parametrize(
     ("path", "told"), [("no/such/claims.json", "there is no folder"), (".", "it is a directory")]
 )

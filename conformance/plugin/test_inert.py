@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from .conftest import elsewhere
+
 pytestmark = pytest.mark.claim(
     "PLUGIN-INERT", "a foreign suite sees no output, no torch import and no start-up cost"
 )
@@ -96,3 +98,28 @@ def test_start_up_cost() -> None:
 
     cost()
     assert min(cost() for _ in range(20)) < 0.010
+
+
+@pytest.mark.parametrize("name", ["--timing", "--sanitizer", "--gpu-arch"])
+def test_an_option_of_another_plugin_with_our_name(
+    pytester: pytest.Pytester, load_plugin: tuple[str, ...], name: str
+) -> None:
+    """A usage error that names us and the way out, and no traceback."""
+    pytester.makepyfile(
+        theirs=f"def pytest_addoption(parser): parser.addoption({name!r})",
+        test_it="def test_it(): pass",
+    )
+    early = {"PYTEST_PLUGINS": "theirs", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "theirs"]
+    for ours, status in ((["-p", "pytest_kernel_claims.plugin"], 4), ([], 0)):
+        done = subprocess.run(
+            [*command, *ours],
+            cwd=pytester.path,
+            env=elsewhere() | early,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == status
+        assert ("-p no:kernel_claims" in done.stderr and name in done.stderr) == (status == 4)
+        assert "Traceback" not in done.stderr

@@ -402,6 +402,8 @@ PROVIDER = """
     import pytest
     import torch
 
+    class Fault(RuntimeError): pass
+
     class Provider:
         name = "fake emulator"
         capabilities = ((9, 0),)
@@ -416,7 +418,7 @@ PROVIDER = """
             node.launch = lambda fault: faults.append(fault) if fault == self.tool else None
             yield torch.device("cpu")
             if faults:
-                raise RuntimeError(f"fake emulator: {faults[0]} found a fault")
+                raise Fault(f"fake emulator: {faults[0]} found a fault")
 
         def canary(self, tool):
             return "" if "FAKE_BLIND" in os.environ else f"{tool}: found the planted fault"
@@ -456,7 +458,7 @@ def test_an_emulator_checks_where_there_is_no_gpu(suite: Suite, options: tuple[s
         [
             "kernel claims: --sanitizer=memcheck; checks of fake emulator",
             "*ERROR at teardown of test_stray*",
-            "E * RuntimeError: fake emulator: memcheck found a fault",
+            "E * conftest.Fault: fake emulator: memcheck found a fault",
             "*the test passed without asking for its device, so nothing was checked",
         ]
     )
@@ -491,3 +493,47 @@ def test_the_tools_of_the_command_line_are_those_of_the_room(suite: Suite) -> No
     assert "--sanitizer={" + ",".join(sanitizer.TOOLS) + "}" in shown.replace(" ", "")
     assert set(planted.KERNELS) == set(sanitizer.TOOLS)
     assert os.access(FAKE, os.X_OK)
+
+
+def test_a_program_that_is_not_used_is_an_error(suite: Suite) -> None:
+    """Without a GPU the emulator checks, whatever program was named."""
+    suite.write(EMULATED, conftest=PROVIDER)
+    result = suite.run("--sanitizer=memcheck", "--sanitizer-bin=/nope")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--sanitizer-bin=/nope is a program for a GPU; here * checks"])
+
+
+@pytest.mark.parametrize("place", ["call", "teardown", "setup"])
+def test_a_fault_is_the_worst_figure(suite: Suite, place: str) -> None:
+    """Beside a test of the same claim that had none."""
+    fault = "device.found()" if place == "teardown" else "raise conftest.Fault('planted')"
+    suite.write(
+        f"""
+        import conftest
+        import pytest
+
+        pytestmark = [pytest.mark.sanitize, pytest.mark.gpu, pytest.mark.claim("A", "text")]
+
+        @pytest.fixture
+        def before(device):
+            if {place == "setup"}: {fault}
+
+        def test_clean(device): pass
+
+        def test_stray(device, before, request):
+            if {place == "call"}: {fault}
+            if {place == "teardown"}: request.node.launch("memcheck")
+
+        def test_wrong(device):
+            assert False, "an assertion is no error that the tool found"
+    """.replace("device.found()", "pass"),
+        conftest=PROVIDER,
+    )
+    claim = suite.claims("--sanitizer=memcheck")["claims"]["A"]
+    assert claim["verdict"] == "failed"
+    figures = {test: row["measured"] for test, row in claim["tests"].items()}
+    assert [one["value"] for one in figures["test_it.py::test_clean"]] == [0.0]
+    assert figures["test_it.py::test_wrong"] == []
+    stray = [one["value"] for one in figures["test_it.py::test_stray"]]
+    assert max(stray) == 1.0
+    assert claim["worst"]["memcheck errors"]["value"] == 1.0

@@ -38,6 +38,12 @@ Record = Mapping[str, Any]
 Process = Mapping[str, Any]
 
 
+def function_of(test: str) -> str:
+    """A test's id without the parameters; folders may have brackets in their names."""
+    file, separator, name = test.partition("::")
+    return f"{file}{separator}{name.partition('[')[0]}"
+
+
 def samples_us(process: Process) -> list[float]:
     """Microseconds a call, one for each reading."""
     return [reading / process["calls"] * 1e3 for reading in process["readings_ms"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -64,7 +65,20 @@ _IS_CHILD = pytest.StashKey[bool]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """Exits with pytest's usage error where another plugin has an option of ours: no exception of
+    pytest's own is caught as early as options are added."""
     group = parser.getgroup("kernel claims")
+    try:
+        _add_options(group)
+    except ValueError as error:
+        text = (
+            f"pytest-kernel-claims: {error} (another plugin has it); -p no:kernel_claims or -p no:"
+        )
+        print(f"ERROR: {text}NAME leaves one of them out", file=sys.stderr)
+        raise SystemExit(int(pytest.ExitCode.USAGE_ERROR)) from None
+
+
+def _add_options(group: pytest.OptionGroup) -> None:
     group.addoption(
         "--gpu-arch",
         choices=arch.CHOICES,
@@ -86,7 +100,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--require-claims",
         metavar="FILE",
-        help="fail unless every claim listed in FILE (an id a line, # comments) is verified",
+        help="fail unless every claim listed in FILE (an id a line, comments behind a "
+        "space and #) is verified",
     )
     group.addoption(
         "--sanitizer",
@@ -135,6 +150,10 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_kernel_claims import sanitizer
 
         sanitizer.configure(config)
+    if config.getoption("timing") is not None:
+        from pytest_kernel_claims import processes
+
+        processes.overrides(config)
     if not hasattr(config.option, "benchmark_disable"):
         config.pluginmanager.register(_WithoutBenchmark(), "kernel_claims_no_benchmark")
     if not hasattr(config, "workerinput") and not _is_child(config):

@@ -125,8 +125,7 @@ def overrides(config: pytest.Config) -> dict[str, int]:
 
 def group_key(item: pytest.Item) -> str:
     """The group a test belongs to."""
-    own = timed(item).group
-    return own or item.nodeid.partition("[")[0]
+    return timed(item).group or figures.function_of(item.nodeid)
 
 
 def uses_benchmark(item: pytest.Item) -> bool:

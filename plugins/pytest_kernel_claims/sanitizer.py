@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -40,6 +41,7 @@ MINIMUM = (2025, 4, 1)
 """Older ones leak host memory when Python launches kernels, and misreport mbarriers."""
 
 ROLE = "sanitize"
+_PASSED = pytest.StashKey[bool]()
 PROGRAM = "compute-sanitizer"
 ERROR_EXIT = 86
 STACKS_BEFORE_LIMIT = 10.0
@@ -88,10 +90,15 @@ def configure(config: pytest.Config) -> None:
     if provider is None and here.gpu is None:
         provider = arch.emulate(config)
     run: SanitizedRun
+    program = config.getoption("sanitizer_bin")
+    if provider is not None and program is not None:
+        raise pytest.UsageError(
+            f"--sanitizer-bin={program} is a program for a GPU; here {provider.name} checks"
+        )
     if provider is not None:
         run = EmulatedRun(config, tool, provider)
     elif here.gpu is not None:
-        run = ChildRun(config, tool, find(config.getoption("sanitizer_bin")))
+        run = ChildRun(config, tool, find(program))
     else:
         raise pytest.UsageError(
             f"--sanitizer={tool} needs a GPU, or an emulator with checks "
@@ -277,7 +284,8 @@ def judge(
     elif call is not None:
         call.sections.append((f"log of {verdict.tool}", verdict.text))
     found: list[tuple[str, object]] = []
-    if call is not None and verdict.errors is not None:
+    # No errors are a figure of a test that was watched to its end.
+    if call is not None and (verdict.errors or (verdict.errors == 0 and problem is None)):
         found.append(("measured", json.dumps(asdict(_figure(verdict)))))
     for report in reports:
         # Claims were attached here, where it is known how many tests they have.
@@ -343,11 +351,17 @@ class SanitizedRun:
             if not hasattr(self.config, "workerinput"):
                 raise pytest.UsageError(self.blind) from None
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_setup(self) -> None:
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
         # Only an xdist worker, which cannot stop the run with a message, comes here blind.
         if self.blind is not None:
             pytest.fail(self.blind, pytrace=False)
+        with self._told(item):
+            return (yield)
+
+    def _told(self, item: pytest.Item) -> AbstractContextManager[object]:
+        """Around a phase of a test: records what makes it fail and is a fault."""
+        return nullcontext()
 
 
 class ChildRun(SanitizedRun):
@@ -441,12 +455,35 @@ class EmulatedRun(SanitizedRun):
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        result = yield
+        with self._told(item):
+            result = yield
         if not arch.opened(item):
             pytest.fail(
                 f"{self.tool}: the test passed without asking for its device, so nothing was "
                 "checked",
                 pytrace=False,
             )
-        Measured(item).record(Measurement(f"{self.tool} errors", 0.0, 0.0))
+        item.stash[_PASSED] = True
         return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
+        with self._told(item):
+            result = yield
+        if item.stash.get(_PASSED, False):
+            self._record(item, 0.0)
+        return result
+
+    @contextmanager
+    def _told(self, item: pytest.Item) -> Iterator[None]:
+        """Record a fault that the provider raises; it does so once for all that a launch has."""
+        try:
+            yield
+        except Exception as error:
+            package = type(self.provider).__module__.partition(".")[0]
+            if type(error).__module__.partition(".")[0] == package:
+                self._record(item, 1.0)
+            raise
+
+    def _record(self, item: pytest.Item, errors: float) -> None:
+        Measured(item).record(Measurement(f"{self.tool} errors", errors, 0.0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -207,10 +208,12 @@ def _writable(path: str | None) -> Path | None:
     """
     if path is None:
         return None
-    target = Path(path).absolute()
+    target = Path(os.path.realpath(path))
     reason = None
     if target.is_dir():
         reason = "it is a directory"
+    elif target.exists() and not target.is_file():
+        reason = "it is no regular file"
     elif not target.parent.is_dir():
         reason = f"there is no folder {target.parent}"
     elif not os.access(target.parent, os.W_OK | os.X_OK):
@@ -227,7 +230,7 @@ def _read_required(path: str | None) -> list[str]:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise pytest.UsageError(f"--require-claims: cannot read {path}: {error}") from None
-    ids = [line.partition("#")[0].strip() for line in text.splitlines()]
+    ids = [re.sub(r"(^|\s)#.*", "", line).strip() for line in text.splitlines()]
     found = [key for key in ids if key]
     if not found:
         raise pytest.UsageError(f"--require-claims: {path} lists no claim")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from pytest_kernel_claims.claims import shapes
 from pytest_kernel_claims.claims.model import SCHEMA
+from pytest_kernel_claims.claims.report import write_whole
 
 BEGIN, END = "<!-- claims:begin -->", "<!-- claims:end -->"
 
@@ -230,5 +231,5 @@ def deliver(text: str, options: argparse.Namespace, markers: tuple[str, str]) ->
         print(f"{target}: what stands behind {markers[0]} is out of date", file=sys.stderr)
         return 1
     if before != after:
-        target.write_text(after, encoding="utf-8")
+        write_whole(target, after)
     return 0

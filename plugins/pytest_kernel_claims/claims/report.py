@@ -1,10 +1,11 @@
-"""What a run says of its claims: the table in the terminal, and how JSON files are written."""
+"""What a run says of its claims: the table in the terminal, and how files are written."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import stat
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -71,7 +72,7 @@ def closing(claims: Iterable[Claim], modules: Counter[str]) -> Iterator[str]:
         yield f"  claims in {number} module(s) that {outcome} at import are not counted"
 
 
-# --- JSON -----------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------
 
 
 def finite(value: Any) -> Any:
@@ -84,14 +85,23 @@ def finite(value: Any) -> Any:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write so that a reader sees the old file or the new one, never a part."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    """``write_whole`` of JSON."""
+    text = json.dumps(finite(value), indent=1, allow_nan=False)
+    write_whole(path, f"{text}\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write so that a reader sees the old file or the new one, never a part, and so that the old
+    one stays where writing fails. A link stays one: what it leads to is written.
+    """
+    target = Path(os.path.realpath(path))
+    mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o644
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(finite(value), file, indent=1, allow_nan=False)
-            file.write("\n")
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+            file.write(text)
+        os.chmod(temporary, mode)
+        os.replace(temporary, target)
     except BaseException:
         os.unlink(temporary)
         raise

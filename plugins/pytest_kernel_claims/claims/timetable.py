@@ -25,8 +25,9 @@ def tables(runs: list[dict[str, Any]]) -> str:
     for run in runs:
         tests: dict[str, dict[str, Record]] = {}
         for node, record in run.get("timings", {}).items():
-            function, _, row = node.partition("[")
-            tests.setdefault(function, {})[row.removesuffix("]")] = record
+            function = figures.function_of(node)
+            row = node.removeprefix(function).removeprefix("[").removesuffix("]")
+            tests.setdefault(function, {})[row] = record
         lines += [f"On {_machine(run)}, {run['file']}, {merge.origin(run)}:", ""]
         for function, rows in tests.items():
             lines += [f"`{function}`: {_method(function, rows)}.", ""]
@@ -122,7 +123,7 @@ def _fold(rows: Mapping[str, Record]) -> Iterator[str]:
 def _sets(run: Mapping[str, Any], function: str) -> Iterator[str]:
     """The sets of ratios that the rows of a test belong to."""
     for name, one in run.get("ratio_sets", {}).items():
-        if not any(test.partition("[")[0] == function for test in one["ratios"]):
+        if not any(figures.function_of(test) == function for test in one["ratios"]):
             continue
         judged = figures.RatioSet(name, **one["limits"], ratios=one["ratios"])
         yield ""
@@ -137,7 +138,7 @@ def _measured(run: Mapping[str, Any], timed: set[str]) -> Iterator[str]:
         for claim, stated in sorted(run["claims"].items())
         for one in stated.get("worst", {}).values()
         if one["limit"] is not None and "::" in one["test"]
-        if one["test"].partition("[")[0] not in timed
+        if figures.function_of(one["test"]) not in timed
     ]
     if not found:
         return
