@@ -45,8 +45,12 @@ PROVIDER = """
         @contextlib.contextmanager
         def open(self, node, capability):
             print("open", node.name, capability)
+            self.ran = {f"sm_{capability[0]}{capability[1]}a"}
             yield torch.device("cpu")
             print("close", node.name)
+
+        def launched(self, node):
+            return self.ran
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_kernel_claims_device(config, arch):
@@ -302,3 +306,118 @@ def test_detect_asks_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_detect_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     assert arch.detect() is None
+
+
+# --- what ran -------------------------------------------------------------------------------
+
+LAUNCHES = """
+    import pytest
+    from conftest import launch
+
+    pytestmark = pytest.mark.claim("A", "text")
+
+    @pytest.mark.sm90
+    @pytest.mark.sm100
+    @pytest.mark.parametrize("targets", {targets})
+    def test_kernels(device, targets):
+        for target in targets:
+            launch(target)
+"""
+LAUNCHING = """
+    import contextlib
+    import pytest
+    import torch
+
+    ran = set()
+    launch = ran.add
+
+    class Provider:
+        name = "fake emulator"
+
+        def __init__(self, arch):
+            both = {"sm90": (9, 0), "sm100": (10, 0)}
+            self.capabilities = (both[arch],) if arch else tuple(both.values())
+
+        @contextlib.contextmanager
+        def open(self, node, capability):
+            ran.clear()
+            yield torch.device("cpu")
+
+        def launched(self, node):
+            return ran
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_kernel_claims_device(config, arch):
+        return Provider(arch)
+"""
+
+
+@pytest.mark.parametrize(
+    ("targets", "on_sm90", "on_sm100"),
+    [
+        ((), "skipped", "skipped"),
+        (("sm_90a",), "passed", "failed"),
+        (("sm_100a",), "failed", "passed"),
+        (("sm_90", "sm_80"), "passed", "passed"),
+        (("sm_100f",), "failed", "passed"),
+        (("sm_90f",), "passed", "failed"),
+        (("sm_90a", "sm_100a"), "failed", "failed"),
+        (("anything",), "failed", "failed"),
+    ],
+)
+def test_a_claim_about_kernels_needs_a_launch_of_its_family(
+    suite: Suite, targets: tuple[str, ...], on_sm90: str, on_sm100: str
+) -> None:
+    suite.write(LAUNCHES.format(targets=[targets]), conftest=LAUNCHING)
+    for family, outcome in (("sm90", on_sm90), ("sm100", on_sm100)):
+        result = suite.run(f"--gpu-arch=emulated-{family}", "-rs")
+        result.assert_outcomes(**{outcome: 1})
+        if outcome == "skipped":
+            result.stdout.fnmatch_lines([f"SKIPPED *no kernel was launched*: {family} by fake*"])
+        elif outcome == "failed":
+            result.stdout.fnmatch_lines([f"E * ran kernels for *, expected such for {family}"])
+        else:
+            result.stdout.fnmatch_lines([f"A  verified *text (on {family} alone)"])
+
+
+def test_the_family_of_each_test_is_recorded(suite: Suite) -> None:
+    suite.write(
+        LAUNCHES.format(targets="[('sm_90a',), ()]")
+        + "\n    def test_none(): pass\n"
+        + "\n    @pytest.mark.dispatch\n    @pytest.mark.sm90\n    def test_host(device): pass\n",
+        conftest=LAUNCHING,
+    )
+    claim = suite.claims("--gpu-arch=emulated-sm90")["claims"]["A"]
+    assert claim["shown_on"] == ["sm90"]
+    assert claim["counts"] == {"passed": 3, "skipped": 1}
+    assert [row.get("family", "") for row in claim["tests"].values()] == [
+        "sm90",
+        "sm90",
+        "",
+        "sm90",
+    ]
+
+
+def test_a_plain_torch_test_shows_nothing_of_kernels(suite: Suite) -> None:
+    """In the emulator of this project, too, which sees every kernel that it runs."""
+    suite.pytester.makepyfile("""
+        import pytest, torch
+
+        @pytest.mark.claim("A", "text")
+        @pytest.mark.sm90
+        def test_plain(device):
+            assert torch.ones(3, device=device).sum() == 3
+    """)
+    done = suite.pytester.runpytest_subprocess(
+        "-p", "kernel_claims", "-p", "no:cacheprovider", "--gpu-arch=emulated-sm90", "-rs"
+    )
+    done.assert_outcomes(skipped=1)
+    done.stdout.fnmatch_lines(["A  not run *", "  1 test *no kernel was launched*ptx_emulator*"])
+
+
+def test_a_provider_that_does_not_tell_is_refused(suite: Suite) -> None:
+    silent = LAUNCHING.replace("def launched", "def launches")
+    suite.write(LAUNCHES.format(targets="[()]"), conftest=silent)
+    result = suite.run("--gpu-arch=emulated")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*fake emulator does not say which kernels have run*"])

@@ -281,6 +281,8 @@ def test_under_an_emulator_its_own_work_does_not_count(suite: Suite) -> None:
             def open(self, node, capability):
                 yield torch.device("cpu")
 
+            def launched(self, node): return ("sm_90a",)
+
         def tensor(): return torch.ones(3)
         def launch(x): return x.sum().item()
         """,

@@ -4,7 +4,7 @@ leave behind.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -28,6 +28,10 @@ from ptx_emulator.unit import Unit
 DEFAULT_BUDGET = 200_000_000  # warp instructions of one launch
 _STALL_ROUNDS = 60
 _STALL_ROUNDS_ADVERSARIAL = 2000
+
+
+observers: list[Callable[[str], None]] = []
+"""Called with the target of each kernel that is launched in this process, such as "sm_90a"."""
 
 
 class Machine:
@@ -65,6 +69,8 @@ class Machine:
                 f"the PTX has no entry {launch.kernel}, it has {list(self.kernels)}"
             )
         _check_launch(kernel, launch)
+        for seen in observers:
+            seen(kernel.target)
         self.device.memory.map([*buffers, *self.device.module_buffers(kernel)])
         self.device.unit_limit = max(1, self.budget // max(1, launch.threads // 32))
         with np.errstate(all="ignore"):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import pytest
@@ -48,6 +48,7 @@ class Provider:
     tool: str | None = None
     seed: int | None = None
     name: str = "ptx_emulator"
+    targets: dict[str, set[str]] = field(default_factory=dict)
 
     @property
     def checks(self) -> tuple[str, ...]:
@@ -67,11 +68,21 @@ class Provider:
         """Kernels of `capability` run emulated inside the block, on CPU tensors."""
         from linattn.host.launch import use_launcher
         from ptx_emulator.launcher import EmulatedLauncher
+        from ptx_emulator.machine import observers
 
         checks = self.checks if self.tool is None else (self.tool,)
         launcher = EmulatedLauncher(capability, checks=checks, seed=self.seed)
-        with use_launcher(launcher):
-            yield launcher.default_device()
+        note = self.targets.setdefault(node.nodeid, set()).add
+        observers.append(note)
+        try:
+            with use_launcher(launcher):
+                yield launcher.default_device()
+        finally:
+            observers.remove(note)
+
+    def launched(self, node: pytest.Item) -> set[str]:
+        """Targets of the kernels that the emulator has run for a test."""
+        return self.targets.get(node.nodeid, set())
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +76,9 @@ class DeviceProvider(Protocol):
         self, node: pytest.Item, capability: Capability
     ) -> AbstractContextManager[torch.device]:
         """For one test: make kernels of ``capability`` runnable, give the tensors' device."""
+
+    def launched(self, node: pytest.Item) -> Collection[str]:
+        """Targets, such as ``"sm_90a"``, of the kernels that have run for a test so far."""
 
 
 class CheckingProvider(DeviceProvider, Protocol):
@@ -261,6 +264,11 @@ def emulate(config: pytest.Config, family: str | None = None) -> DeviceProvider 
         config=config, arch=family
     )
     if provider is not None:
+        if not hasattr(provider, "launched"):
+            raise pytest.UsageError(
+                f"--gpu-arch: {provider.name} does not say which kernels have run for a test "
+                "(DeviceProvider.launched), so that a test without any would look verified"
+            )
         config.stash[_MACHINE] = Machine(provider=provider)
     return provider
 
@@ -291,6 +299,50 @@ def skip_reason(item: pytest.Item) -> str | None:
     if not wanted or machine(item.config).choose(wanted) is not None:
         return None
     return f"needs {' or '.join(wanted)}; {machine(item.config)}"
+
+
+def family(item: pytest.Item) -> str:
+    """The family that a test runs on here, of those that it is for; "" where it is for none."""
+    wanted = needs(item)
+    found = machine(item.config).choose(wanted) if wanted else None
+    if found is None:
+        return ""
+    return next((name for name in wanted if found in FAMILIES.get(name, ())), sm_name(found))
+
+
+def not_launched(item: pytest.Item, always: bool = False) -> str | None:
+    """Why a test that has passed says nothing of kernels: an emulator has run none for it.
+
+    It concerns tests for a family of GPUs, and with ``always`` (a sanitizer's tool watches) all;
+    but not claims of kind ``dispatch``, which are about the host's side.
+
+    Raises AssertionError when what ran was made for another family alone.
+    """
+    if any(marks(item, "dispatch")) or not (always or needs(item)):
+        return None
+    provider = machine(item.config).provider
+    if provider is None:
+        return None
+    chosen = machine(item.config).choose(needs(item))
+    targets = sorted(provider.launched(item) if opened(item) else ())
+    foreign = [target for target in targets if chosen and not _runs_on(target, chosen)]
+    if foreign and chosen:
+        raise AssertionError(
+            f"ran kernels for {', '.join(foreign)}, expected such for {sm_name(chosen)}"
+        )
+    return None if targets else f"no kernel was launched; {machine(item.config)}"
+
+
+def _runs_on(target: str, capability: Capability) -> bool:
+    """Whether code of a target can be for a GPU: of its own architecture, or of one before it
+    that is not tied to it by an "a"."""
+    found = re.fullmatch(r"sm_(\d+)(\d)([af]?)", target)
+    if found is None:
+        return False
+    own = (int(found[1]), int(found[2]))
+    if found[3] == "a":
+        return own == capability
+    return own <= capability and (found[3] != "f" or own[0] == capability[0])
 
 
 @contextmanager

@@ -234,11 +234,14 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         from pytest_kernel_claims import hostsync
 
         audit = hostsync.NoHostSync(item)()
+    properties.note_family(item)
     with audit:
         result = yield
-    other = None if _is_child(item.config) else arch.other_gpu(item)
-    if other is not None:
-        pytest.skip(other)
+    if not _is_child(item.config):
+        watched = item.config.getoption("sanitizer") is not None
+        unshown = arch.not_launched(item, watched) or arch.other_gpu(item)
+        if unshown is not None:
+            pytest.skip(unshown)
     return result
 
 

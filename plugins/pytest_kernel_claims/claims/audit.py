@@ -90,7 +90,7 @@ def _rebuilt_claim(
     rows = {}
     for test, row in entry["tests"].items():
         measured = [Measurement(**{**one, **_numbers(one)}) for one in row["measured"]]
-        rows[test] = Row(row["outcome"], row["reason"], measured)
+        rows[test] = Row(row["outcome"], row["reason"], measured, row.get("family", ""))
     return Claim(
         id=key,
         text=entry["text"],

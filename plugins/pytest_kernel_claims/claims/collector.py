@@ -88,7 +88,9 @@ class Collector:
             self._seen_in_set(report, value)
         for claim in self._claims_of_test.get(report.nodeid, ()):
             figures = [Measurement(**value) for value in values(report, "measured")]
-            claim.rows[report.nodeid].update(_outcome(report), _reason(report), figures)
+            row = claim.rows[report.nodeid]
+            row.update(_outcome(report), _reason(report), figures)
+            row.family = next((x["name"] for x in values(report, "family")), row.family)
         for value in values(report, "cubin"):
             self.cubins.setdefault(value["name"], set()).add(value["sha256"])
         due = time.monotonic() > self._written_at + SECONDS_BETWEEN_WRITES

@@ -54,17 +54,23 @@ class Measurement:
 
 @dataclass
 class Row:
-    """One test of a claim: its worst outcome over all phases, and its figures."""
+    """One test of a claim: its worst outcome over all phases, its figures, and the family of GPUs
+    that it ran on, where it is for some."""
 
     outcome: str = "not run"
     reason: str = ""
     measured: list[Measurement] = field(default_factory=list)
+    family: str = ""
 
     def update(self, outcome: str | None, reason: str, measured: list[Measurement]) -> None:
         """Take in one phase; an outcome of None and no figures say nothing."""
         if outcome and SEVERITY.index(outcome) > SEVERITY.index(self.outcome):
             self.outcome, self.reason = outcome, reason
         self.measured = measured or self.measured
+
+    def as_json(self) -> dict[str, Any]:
+        value = asdict(self)
+        return value if self.family else {k: v for k, v in value.items() if k != "family"}
 
 
 @dataclass
@@ -96,6 +102,11 @@ class Claim:
         if counts["skipped"] + counts["not run"] == self.selected:
             return "not run"
         return "partial"
+
+    @property
+    def shown_on(self) -> list[str]:
+        """Families of GPUs on which a test has passed that is for some."""
+        return sorted({row.family for row in self.rows.values() if row.outcome == "passed"} - {""})
 
     def worst(self) -> dict[str, tuple[Measurement, str]]:
         """Name -> the figure closest to (or furthest beyond) its limit, and its test."""
@@ -130,6 +141,7 @@ class Claim:
             "kinds": sorted(self.kinds),
             "arches": sorted(self.arches),
             "verdict": self.verdict,
+            **({"shown_on": self.shown_on} if self.shown_on else {}),
             "selected": self.selected,
             "deselected": self.deselected,
             "counts": {name: n for name, n in sorted(self.counts().items()) if n},
@@ -138,5 +150,5 @@ class Claim:
                 name: {**asdict(figure), "test": test}
                 for name, (figure, test) in sorted(self.worst().items())
             },
-            "tests": {test: asdict(row) for test, row in self.rows.items()},
+            "tests": {test: row.as_json() for test, row in self.rows.items()},
         }

@@ -77,6 +77,13 @@ def attach(items: list[pytest.Item], kinds: Iterable[str]) -> None:
             _put(item, "claim", {"id": key, "text": text, **about, **counts})
 
 
+def note_family(item: pytest.Item) -> None:
+    """Say which family of GPUs a test runs on; of several that it is for, it is one."""
+    name = arch.family(item)
+    if name:
+        _put(item, "family", {"name": name})
+
+
 def attach_ratio_sets(items: Iterable[pytest.Item]) -> None:
     """Write the ratio sets of every collected test, with their limits, into its properties.
 

@@ -162,7 +162,15 @@ EVIDENCE = {
         {
             "kinds": [TEXT],
             "ratio_sets": Optional([TEXT]),
-            "tests": Each({"outcome": _among(*SEVERITY), "reason": TEXT, "measured": [MEASURED]}),
+            "tests": Each(
+                {
+                    "outcome": _among(*SEVERITY),
+                    "reason": TEXT,
+                    "measured": [MEASURED],
+                    "family": Optional(TEXT),
+                }
+            ),
+            "shown_on": Optional([TEXT]),
         }
     ),
     "timings": Optional(
