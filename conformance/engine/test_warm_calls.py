@@ -153,7 +153,6 @@ class TorchCalls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.no_host_sync
 @pytest.mark.usefixtures("recorder")
 @pytest.mark.parametrize("name", over(BYPASS))
 def test_a_warm_call_runs_no_torch_operator_but_its_allocations(name: str) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -54,7 +56,11 @@ READS: dict[str, Callable[[], object]] = {
     "unique_consecutive": N.unique_consecutive,
     "masked_select": lambda: X.masked_select(B),
     "mask": lambda: X[B],
-    "mask = tensor": lambda: X.__setitem__(B, X[0].clone()),
+    "mask = values": lambda: X.__setitem__(B, torch.empty_like(X)),
+    "multinomial": lambda: torch.multinomial(X, 2),
+    "histc": lambda: torch.histc(X),
+    "repr": lambda: repr(X),
+    "format of a tensor": lambda: f"{X}",
     "mask and slice = value": lambda: torch.empty(8, 8, device=META).__setitem__((B, N), 1.0),
     "allclose": lambda: torch.allclose(X, X),
     "equal": lambda: torch.equal(X, X),
@@ -75,6 +81,7 @@ FINE: dict[str, Callable[[], object]] = {
     "shapes": lambda: (X.shape, X.stride(), X.dtype, X.device, X.numel(), len(X)),
     "views": lambda: X.as_strided((2, 2), (4, 1)).transpose(0, 1).reshape(4),
     "mask = value": lambda: X.clone().__setitem__(B, 1.0),
+    "mask = scalar of the device": lambda: X.clone().__setitem__(B, X[0].clone()),
     "element = value": lambda: X.clone().__setitem__(3, 1.0),
     "where with values": lambda: torch.where(B, X, 0.0),
     "masked_fill": lambda: X.masked_fill(B, 0.0),
@@ -172,6 +179,77 @@ def test_host_tensors_may_stand_for_the_device() -> None:
     assert audited(lambda: torch.ones(3).sum().item(), on=("cpu",)) != []
 
 
+HOST = torch.ones(3)
+METHODS: dict[str, Callable[[torch.Tensor], object]] = {
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "to": lambda x: x.to("cpu"),
+    "to by name": lambda x: x.to(device="cpu"),
+    "to a tensor": lambda x: x.to(torch.ones(1)),
+    "numpy": lambda x: x.numpy(),
+    "asarray": lambda x: np.asarray(x),
+    "float": lambda x: float(x[0]),
+    "int": lambda x: int(x[0]),
+    "bool": lambda x: bool(x[0]),
+    "if": lambda x: 1 if x[0] else 2,
+    "index": lambda x: range(x.long()[0]),
+    "item": lambda x: x[0].item(),
+    "repr": repr,
+    "format": lambda x: f"{x[0]:.3f}",
+    "print": print,
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_reads_of_tensors_that_stand_for_a_devices(name: str) -> None:
+    """As an emulator has them: such reads never reach the dispatcher."""
+    (found, *_) = audited(lambda: METHODS[name](HOST), on=("cpu",))
+    assert found.where.startswith("conformance/plugin/test_hostsync.py:")
+    assert audited(lambda: METHODS[name](HOST)) == []
+    METHODS[name](HOST)
+    assert "tolist" not in vars(torch.Tensor)
+
+
+@pytest.mark.parametrize("name", ["item", "tolist", "float", "repr"])
+@pytest.mark.parametrize("x", [HOST, X], ids=["host", "meta"])
+def test_a_read_in_another_thread(name: str, x: torch.Tensor) -> None:
+    """Its exception is lost with it."""
+
+    def swallowing() -> None:
+        with contextlib.suppress(Exception):
+            METHODS[name](x)
+
+    def call() -> None:
+        thread = threading.Thread(target=swallowing)
+        thread.start()
+        thread.join()
+
+    assert audited(call, on=("cpu",))
+
+
+def test_an_audit_that_watches_nothing_shows_nothing(suite: Suite) -> None:
+    suite.write("""
+        import pytest, torch
+        pytestmark = [pytest.mark.no_host_sync, pytest.mark.claim("S", "text")]
+
+        def test_nothing(): pass
+
+        def test_host(no_host_sync):
+            with no_host_sync():
+                torch.ones(3).sum().item()
+
+        def test_fails(): assert False
+
+        def test_meta(): torch.empty(3, device="meta")
+    """)
+    result = suite.run("-rs")
+    result.assert_outcomes(passed=1, failed=1, skipped=2)
+    result.stdout.fnmatch_lines(["S  failed  *1/4 *", "*worst: host syncs (dispatch) 0 *"])
+    result.stdout.fnmatch_lines(
+        ["SKIPPED *no_host_sync watched no tensor of a device; GPU here: none*"]
+    )
+
+
 def test_everything_is_put_back() -> None:
     before = (torch.cuda.synchronize, torch.cuda.Event.synchronize)
     during: list[object] = []
@@ -238,7 +316,7 @@ def test_fixture_and_mark(suite: Suite) -> None:
     )
     result.stdout.fnmatch_lines(["FAILED *test_whole_read - *", "*level: got 'deeper'*"])
     row = suite.json("claims.json")["claims"]["S"]
-    assert '"host syncs", "value": 0.0, "limit": 0.0' in str(row).replace("'", '"')
+    assert '"host syncs (dispatch)", "value": 0.0, "limit": 0.0' in str(row).replace("'", '"')
 
 
 def test_a_blind_layer_fails_the_test(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:

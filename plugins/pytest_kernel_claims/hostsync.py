@@ -72,6 +72,9 @@ _READING = {
         "equal",
         "allclose",
         "_linalg_check_errors",
+        "multinomial",
+        "histc",
+        "_ctc_loss",
     )
 } | {
     f"aten::{name}": "the size of its result is read on the host"
@@ -99,8 +102,6 @@ class Rules:
 
     def __init__(self, on: Sequence[str] = ()) -> None:
         self._on = frozenset(on)
-        self.scalar: torch.Tensor | None = None
-        """What torch last made of a Python number."""
 
     def on_device(self, value: object) -> bool:
         return isinstance(value, torch.Tensor) and (value.device.type != "cpu" or "cpu" in self._on)
@@ -130,16 +131,11 @@ class Rules:
         if not masks or not any(map(self.on_device, (args[0], *masks))):
             return None
         value = args[2] if len(args) > 2 else None
-        if len(masks) == len(args[1]) and self._is_number(value):
+        single = isinstance(value, torch.Tensor) and value.dim() == 0
+        if len(masks) == len(args[1]) and single:
             # ``x[mask] = 1.0`` becomes a masked fill, which needs no count.
             return None
         return "a boolean index is counted on the host"
-
-    def _is_number(self, value: object) -> bool:
-        """Whether torch made ``value`` of a Python number: on the CPU, or beside meta tensors."""
-        if not isinstance(value, torch.Tensor) or value.dim() > 0:
-            return False
-        return value.device.type == "cpu" or (value.is_meta and value is self.scalar)
 
     def _repeats(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
         counted = kwargs.get("output_size") is None and any(map(self.on_device, args))
@@ -210,6 +206,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, found: Found, rules: Rules, ignored: str | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._found, self._rules, self._ignored = found, rules, ignored
+        self.watched = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -222,9 +219,46 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if where is not None:
                 self._found.append(Violation(name, reason, where))
         result = func(*args, **kwargs)
-        if name == "aten::scalar_tensor":
-            self._rules.scalar = result
+        self.watched = self.watched or any(map(self._rules.on_device, (*args, result)))
         return result
+
+
+def _values(rules: Rules, found: Found, ignored: str | None) -> Iterator[tuple[str, Any]]:
+    """Methods of tensors that read values, each with one that notes it: reads of CPU tensors, which
+    an emulator has for a device's, never reach the dispatcher, nor do those of another thread."""
+
+    def noting(name: str, reads: Callable[..., bool]) -> Any:
+        original = getattr(torch.Tensor, name)
+
+        def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            where, seen = None, len(found)
+            if rules.on_device(self) and reads(*args, **kwargs):
+                where = _caller(ignored)
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                if where is not None and len(found) == seen:  # no other layer has seen it
+                    found.append(Violation(f"torch.Tensor.{name}", READS, where))
+
+        return method
+
+    for name in READING_METHODS:
+        yield name, noting(name, lambda *args, **kwargs: True)
+    yield "to", noting("to", _to_the_host)
+
+
+READING_METHODS = (
+    *("item", "tolist", "numpy", "cpu", "__array__", "__repr__", "__format__"),
+    *("__bool__", "__int__", "__float__", "__complex__", "__index__"),
+)
+
+
+def _to_the_host(*args: Any, **kwargs: Any) -> bool:
+    """Whether ``x.to(...)`` asks for the CPU."""
+    target = kwargs.get("device", args[0] if args else None)
+    if isinstance(target, torch.Tensor):
+        target = target.device
+    return isinstance(target, (str, torch.device)) and torch.device(target).type == "cpu"
 
 
 @contextmanager
@@ -307,12 +341,18 @@ class Audit:
         self._level, self._rules, self._gpu, self._ignored = level, rules, gpu, ignored
         self._allowed: dict[str, str] = {}
         self._stack = ExitStack()
+        self._recorder = _Recorder(self.violations, rules, ignored)
 
     def allow(self, operation: str, reason: str) -> None:
         """Let an operation, such as ``"aten::copy_"``, pass in this block. Reports name both."""
         if not reason:
             raise ValueError("reason: got '', expected why this operation may wait")
         self._allowed[operation] = reason
+
+    @property
+    def watched(self) -> bool:
+        """Whether an operation on a device's tensors was seen, or a violation."""
+        return self._recorder.watched or bool(self.violations)
 
     @property
     def counted(self) -> Found:
@@ -327,7 +367,10 @@ class Audit:
             if self._gpu:
                 stack.enter_context(_debug_mode())
             stack.enter_context(_waits_by_name(self.violations))
-            stack.enter_context(_Recorder(self.violations, self._rules, self._ignored))
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            for name, method in _values(self._rules, self.violations, self._ignored):
+                patch.setattr(torch.Tensor, name, method)
+            stack.enter_context(self._recorder)
             if window is not None:
                 stack.enter_context(window())
             self._stack = stack.pop_all()
@@ -399,8 +442,11 @@ class NoHostSync:
                 yield audit
         finally:
             count = float(len(audit.counted))
-            figure = Measurement("host syncs", count, 0.0)
+            figure = Measurement(f"host syncs ({chosen})", count, 0.0)
             Measured(self._node).record(figure)
+        launched = here.provider is not None and here.provider.launched(self._node)
+        if not (gpu or audit.watched or launched):
+            pytest.skip(f"no_host_sync watched no tensor of a device; {here}")
 
     def _level(self, level: Level | None, gpu: bool) -> Level:
         config = self._node.config

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Generator, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -229,7 +229,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """A test marked ``no_host_sync`` that opens no audit of its own is audited as a whole; one that
     has measured without its limits says so."""
     marked = next(arch.marks(item, "no_host_sync"), None) is not None
-    audit: AbstractContextManager[object] = nullcontext()
+    audit: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if marked and "no_host_sync" not in getattr(item, "fixturenames", ()):
         from pytest_kernel_claims import hostsync
 
@@ -253,7 +253,7 @@ def pytest_runtest_makereport(
     report = yield
     if report.skipped and isinstance(report.longrepr, tuple):
         path, _, reason = report.longrepr
-        if str(path).startswith(os.path.dirname(__file__) + os.sep):
+        if str(path).startswith((os.path.dirname(__file__) + os.sep, contextlib.__file__)):
             place, line, _ = item.reportinfo()
             report.longrepr = str(place), (line or 0) + 1, reason
     return report
