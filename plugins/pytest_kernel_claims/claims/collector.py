@@ -16,6 +16,7 @@ from pytest_kernel_claims import arch, provenance
 from pytest_kernel_claims.claims.model import SCHEMA, Claim, Measurement, Row
 from pytest_kernel_claims.claims.properties import TIMINGS, values
 from pytest_kernel_claims.claims.report import closing, table, write_json
+from pytest_kernel_claims.claims.text import shown
 
 if TYPE_CHECKING:
     from pytest_kernel_claims.figures import RatioSet
@@ -177,7 +178,7 @@ class Collector:
             where = f", kernels emulated by {emulator.name} and on no GPU" if emulator else ""
             terminalreporter.section(f"claims{where}")
         for line in lines:
-            terminalreporter.line(line)
+            terminalreporter.line(shown(line))
 
     def as_json(self, exitstatus: int | None) -> dict[str, Any]:
         return {

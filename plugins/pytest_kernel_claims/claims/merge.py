@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from pytest_kernel_claims.claims import shapes
 from pytest_kernel_claims.claims.model import SCHEMA
 from pytest_kernel_claims.claims.report import write_whole
+from pytest_kernel_claims.claims.text import markdown
 
 BEGIN, END = "<!-- claims:begin -->", "<!-- claims:end -->"
 
@@ -69,7 +70,7 @@ def matrix(runs: list[dict[str, Any]]) -> str:
         lines.append(row(key, texts[key], *(column.cell(key)[1] for column in across)))
     lines.append("")
     lines += [
-        f"- {column.label}, {run['file']}: {origin(run)}"
+        f"- {markdown(column.label)}, {markdown(run['file'])}: {origin(run)}"
         for column in across
         for run in column.runs
     ]
@@ -82,7 +83,8 @@ def _reworded(runs: list[dict[str, Any]], texts: dict[str, str]) -> Iterator[str
     for run in runs:
         for key, entry in sorted(run["claims"].items()):
             if entry["text"] != texts[key]:
-                yield f"\n{run['file']} says of {key}: {entry['text']}."
+                said = f"{run['file']} says of {key}: {entry['text']}."
+                yield f"\n{markdown(said)}"
 
 
 class Standing(NamedTuple):
@@ -113,9 +115,9 @@ def standing(runs: Sequence[dict[str, Any]]) -> Standing:
 def _unproven(runs: Sequence[dict[str, Any]]) -> Iterator[str]:
     found = standing(runs)
     if found.emulated:
-        yield f"\nVerified in emulation only, on no GPU: {', '.join(found.emulated)}."
+        yield f"\nVerified in emulation only, on no GPU: {markdown(', '.join(found.emulated))}."
     if found.nowhere:
-        yield f"\nVerified nowhere: {', '.join(found.nowhere)}."
+        yield f"\nVerified nowhere: {markdown(', '.join(found.nowhere))}."
 
 
 def leave_out(runs: list[dict[str, Any]], keys: Iterable[str]) -> None:
@@ -129,11 +131,8 @@ def leave_out(runs: list[dict[str, Any]], keys: Iterable[str]) -> None:
 
 
 def row(*cells: str) -> str:
-    """A line of a table; what would end the line, a cell or the document's markers is defused."""
-    plain = (
-        " ".join(cell.split()).replace("|", "\\|").replace("<!--", "&lt;!--") for cell in cells
-    )
-    return "| " + " | ".join(plain) + " |"
+    """A line of a table."""
+    return "| " + " | ".join(map(markdown, cells)) + " |"
 
 
 def origin(run: dict[str, Any]) -> str:
@@ -142,7 +141,7 @@ def origin(run: dict[str, Any]) -> str:
     commit = f"commit {run['commit'][:12]}{state}" if run["commit"] else "commit unknown"
     driver = f", driver {run['gpu']['driver']}" if run["gpu"] else ""
     versions = f"torch {run['torch']}{driver}, CuTe DSL {run['cutlass_dsl']}"
-    return f"{commit}, {versions}, {run['when'][:10]}"
+    return markdown(f"{commit}, {versions}, {run['when'][:10]}")
 
 
 def load(path: str, *more: Any) -> dict[str, Any]:
@@ -210,7 +209,7 @@ def run(options: argparse.Namespace) -> int:
     leave_out(runs, left_out)
     text = matrix(runs)
     if left_out:
-        text += f"\nLeft out by hand: {', '.join(left_out)}.\n"
+        text += f"\nLeft out by hand: {markdown(', '.join(left_out))}.\n"
     return deliver(text, options, (BEGIN, END))
 
 

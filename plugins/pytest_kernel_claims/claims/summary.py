@@ -9,6 +9,7 @@ from typing import Any
 
 from pytest_kernel_claims import figures
 from pytest_kernel_claims.claims import merge
+from pytest_kernel_claims.claims.text import markdown
 
 BEGIN, END = "<!-- summary:begin -->", "<!-- summary:end -->"
 
@@ -19,14 +20,14 @@ def counts(runs: Sequence[dict[str, Any]]) -> Iterator[str]:
     gpus = " and ".join(column.label for column in merge.columns(runs) if column.rank == 0)
     yield f"{sum(map(len, found))} claims:"
     yield ""
-    yield f"- {len(found.on_gpu)} verified on {gpus or 'a GPU'};"
+    yield f"- {len(found.on_gpu)} verified on {markdown(gpus or 'a GPU')};"
     yield f"- {len(found.without)} verified without a GPU, which they do not need;"
     yield f"- {_listed(found.emulated)} about kernels, verified in emulation and on no GPU yet;"
     yield f"- {_listed(found.nowhere)} verified nowhere."
 
 
 def _listed(keys: Sequence[str]) -> str:
-    return f"{len(keys)} ({', '.join(keys)})" if keys else "0"
+    return f"{len(keys)} ({markdown(', '.join(keys))})" if keys else "0"
 
 
 def table(runs: Sequence[dict[str, Any]], rows: Sequence[tuple[str, str]]) -> Iterator[str]:

@@ -10,6 +10,7 @@ from typing import Any
 from pytest_kernel_claims import figures
 from pytest_kernel_claims.claims import merge
 from pytest_kernel_claims.claims.model import Measurement
+from pytest_kernel_claims.claims.text import code, markdown
 
 BEGIN, END = "<!-- timings:begin -->", "<!-- timings:end -->"
 LONGEST = 24
@@ -28,9 +29,10 @@ def tables(runs: list[dict[str, Any]]) -> str:
             function = figures.function_of(node)
             row = node.removeprefix(function).removeprefix("[").removesuffix("]")
             tests.setdefault(function, {})[row] = record
-        lines += [f"On {_machine(run)}, {run['file']}, {merge.origin(run)}:", ""]
+        where = markdown(f"On {_machine(run)}, {run['file']}")
+        lines += [f"{where}, {merge.origin(run)}:", ""]
         for function, rows in tests.items():
-            lines += [f"`{function}`: {_method(function, rows)}.", ""]
+            lines += [f"{code(function)}: {markdown(_method(function, rows))}.", ""]
             lines += _table(rows) if len(rows) <= LONGEST else _fold(rows)
             lines += [*_sets(run, function), ""]
         lines += _measured(run, set(tests))
@@ -127,7 +129,7 @@ def _sets(run: Mapping[str, Any], function: str) -> Iterator[str]:
             continue
         judged = figures.RatioSet(name, **one["limits"], ratios=one["ratios"])
         yield ""
-        yield f"Set of ratios: {judged.describe()}."
+        yield f"Set of ratios: {markdown(judged.describe())}."
 
 
 def _measured(run: Mapping[str, Any], timed: set[str]) -> Iterator[str]:
@@ -151,7 +153,7 @@ def _measured(run: Mapping[str, Any], timed: set[str]) -> Iterator[str]:
         missed = Measurement(one["name"], value, most, better=one["better"]).violated
         limit = f"{_sign(one)} {most:g}{', missed' if missed else ''}"
         figure = f"{one['name']} ({one['unit']})" if one["unit"] else one["name"]
-        yield merge.row(claim, f"`{one['test']}`", figure, f"{value:.4g}", limit)
+        yield merge.row(claim, code(one["test"]), figure, f"{value:.4g}", limit)
     yield ""
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from pytest_kernel_claims.claims import merge, shapes
 from pytest_kernel_claims.claims.model import Claim, Row
 from pytest_kernel_claims.claims.report import closing, counted, table
+from pytest_kernel_claims.claims.text import shown
 from pytest_kernel_claims.figures import RatioSet
 
 FAILED = ("failed", "error")
@@ -98,6 +99,6 @@ def run(options: argparse.Namespace) -> int:
     """Returns 0, or 1 when a run failed. Raises ValueError."""
     runs = merge.load_all(options.files, shapes.EVIDENCE)
     for line in lines(runs):
-        print(line)
+        print(shown(line))
     failed = any(one["exitstatus"] not in ENDED_WELL for one in runs)
     return int(failed or any(claim.verdict == "failed" for claim in together(runs)))
