@@ -18,6 +18,8 @@ from pytest_kernel_claims import FAMILIES, driver
 def tox_on_install(tox_env: ToxEnv, arguments: object, section: str, of_type: str) -> None:
     """Stop before gigabytes are fetched for a machine that cannot run the tests."""
     name = tox_env.conf.name
+    if name.removeprefix("emulated-") in FAMILIES and name not in FAMILIES:
+        raise Fail(f"{name} is no environment: tox -e emulated -- --gpu-arch={name}")
     wanted = [one for factor in name.split("-") for one in FAMILIES.get(factor, ())]
     found = driver.capabilities()
     if wanted and not set(wanted) & set(found or ()):

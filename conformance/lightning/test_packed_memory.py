@@ -143,6 +143,7 @@ def test_no_tokens(
 
 
 @EMPTY
+@pytest.mark.dispatch
 def test_no_sequences(device: torch.device, assert_bitwise: Any) -> None:
     inputs = packed(device, (), 1, 2, tail=5, pool=3)
     out = torch.zeros_like(inputs.v)

@@ -97,7 +97,7 @@ def test_inputs_are_only_read(device: torch.device, assert_bitwise: Any) -> None
 
 
 @pytest.mark.claim("LA-09", "an empty problem launches nothing, and its state is the initial one")
-@pytest.mark.bitwise
+@pytest.mark.dispatch
 @pytest.mark.parametrize("initial", [False, True])
 def test_no_tokens(initial: bool, device: torch.device, assert_bitwise: Any) -> None:
     inputs = problem(device, 0, 2, 1, 2, initial=initial)
@@ -111,7 +111,7 @@ def test_no_tokens(initial: bool, device: torch.device, assert_bitwise: Any) -> 
 
 
 @pytest.mark.claim("LA-09", "an empty problem launches nothing, and its state is the initial one")
-@pytest.mark.bitwise
+@pytest.mark.dispatch
 def test_no_batch(device: torch.device) -> None:
     o, state = run(problem(device, 5, 0, 1, 2, initial=True))
     assert o.shape == (0, 5, 2, 128)

@@ -76,6 +76,21 @@ def test_cpu_checks_and_runs_and_judges(started: Any, tmp_path: Path) -> None:
     ]
 
 
+def test_a_selection_leaves_what_a_whole_run_has_shown(started: Any, tmp_path: Path) -> None:
+    for run in environments.CPU:
+        (tmp_path / f"{run.name}.json").write_text("whole")
+    started(0, 0, 0, 0)
+    assert environments.main(["cpu", str(tmp_path), "some.py"]) == 0
+    for run in environments.CPU:
+        assert (tmp_path / f"{run.name}.json").read_text() == "whole"
+
+
+def test_demo_takes_no_selection(started: Any, tmp_path: Path) -> None:
+    runs = started()
+    assert environments.main(["demo", str(tmp_path), "-k", "x"]) == 4
+    assert runs.commands == []
+
+
 def test_cpu_stops_at_a_check_that_fails(started: Any, tmp_path: Path) -> None:
     runs = started(3)
     assert environments.cpu(tmp_path, []) == 3

@@ -86,14 +86,14 @@ def test_a_table_for_each_test(tmp_path: Path, capsys: pytest.CaptureFixture[str
         "",
         "| row | ours | peer | limit | of peer |",
         "| --- | --- | --- | --- | --- |",
-        "| short | 10.0 | 40.0 | 50 | 0.25 (<= 0.5) |",
-        "| long | 100.0 | 201.0 | 150 | 0.50 (<= 0.5) |",
+        "| short | 10.0 | 40.0 | 50 | 0.25 (≤ 0.5) |",
+        "| long | 100.0 | 201.0 | 150 | 0.50 (≤ 0.5) |",
         "",
         f"`suite/test_speed.py::test_other`: {how}",
         "",
         "| row | ours | peer | of peer |",
         "| --- | --- | --- | --- |",
-        "| - | 3.0 | 4.0 | 0.75 (<= 0.5, missed) |",
+        "| - | 3.0 | 4.0 | 0.75 (≤ 0.5, missed) |",
     ]
 
 
@@ -119,9 +119,9 @@ def test_a_missed_limit_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[st
     file = run_file(tmp_path, {f"{TEST}[{row}]": one for row, one in rows.items()})
     assert main(["timings", file]) == 0
     assert capsys.readouterr().out.splitlines()[-3:] == [
-        "| slow | 24.0 | 40.0 | 22, missed | 0.60 (<= 0.5, missed) |",
-        "| equal | 20.0 | 40.0 | 20 | 0.50 (<= 0.5) |",
-        "| second | 10.0 | 40.0 | 9.5, missed | 0.25 (>= 0.5, missed) |",
+        "| slow | 24.0 | 40.0 | 22, missed | 0.60 (≤ 0.5, missed) |",
+        "| equal | 20.0 | 40.0 | 20 | 0.50 (≤ 0.5) |",
+        "| second | 10.0 | 40.0 | 9.5, missed | 0.25 (≥ 0.5, missed) |",
     ]
 
 
@@ -160,9 +160,9 @@ def test_what_is_not_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         "",
         "| claim | test | figure | worst | limit |",
         "| --- | --- | --- | --- | --- |",
-        f"| A-1 | `{host}[x]` | of copy | 0.5 | >= 0.9, missed |",
-        f"| B-2 | `{host}` | host (us) | 7.336 | <= 8 |",
-        f"| C-3 | `{host}` | host (us) | nan | <= 1, missed |",
+        f"| A-1 | `{host}[x]` | of copy | 0.5 | ≥ 0.9, missed |",
+        f"| B-2 | `{host}` | host (us) | 7.336 | ≤ 8 |",
+        f"| C-3 | `{host}` | host (us) | nan | ≤ 1, missed |",
     ]
 
 
@@ -178,7 +178,7 @@ def test_rows_with_other_columns(
     assert main(["timings", run_file(tmp_path, dict(rows[::order]))]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "| alone | 10.0 |  | 50 |  |" in lines
-    assert "| both | 10.0 | 40.0 | 50 | 0.25 (<= 0.5) |" in lines
+    assert "| both | 10.0 | 40.0 | 50 | 0.25 (≤ 0.5) |" in lines
 
 
 def test_rows_of_two_methods_are_refused(
@@ -201,7 +201,7 @@ def test_readings_that_do_not_count_are_not_shown(
         process(10),
     ]
     assert main(["timings", run_file(tmp_path, {f"{TEST}[busy]": busy})]) == 0
-    assert "| busy | invalid | invalid | 50 | nan (<= 0.5) |" in capsys.readouterr().out
+    assert "| busy | invalid | invalid | 50 | nan (≤ 0.5) |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("rows", [timetable.LONGEST, timetable.LONGEST + 1])
@@ -219,7 +219,7 @@ def test_many_rows_are_told_by_their_set(
     text = capsys.readouterr().out
     assert text.count("| 10.0 | 40.0 |") == (rows if rows <= timetable.LONGEST else 0)
     assert (f"{rows} rows, each with its readings" in text) == (rows > timetable.LONGEST)
-    assert f"Set of ratios: pairs  verified  {rows}/{rows} rows  worst 0.2500 (limit 0.5)" in text
+    assert f"Set of ratios: pairs verified {rows}/{rows} rows worst 0.2500 (limit 0.5)" in text
     assert "others" not in text
 
 

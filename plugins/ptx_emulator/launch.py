@@ -11,7 +11,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +115,28 @@ class Options:
     holes: bool = False
     collect: bool = False
 
+    def __post_init__(self) -> None:
+        """Raise ``TypeError`` or ``ValueError`` for what no run can have."""
+        if self.seed is not None and type(self.seed) is not int:
+            raise TypeError(f"seed: got {self.seed!r}, expected None or an int")
+        if type(self.budget) is not int:
+            raise TypeError(f"budget: got {self.budget!r}, expected an int")
+        if self.budget < 1:
+            raise ValueError(f"budget: got {self.budget}, expected at least 1")
+
+
+def _options(settings: dict[str, Any]) -> Options:
+    """Options by name; `checks` is any set of names, not one name."""
+    known = [one.name for one in fields(Options)]
+    unknown = sorted(settings.keys() - set(known))
+    if unknown:
+        others = ("memory", "readonly", "uninitialized")
+        raise TypeError(f"got {unknown}, expected settings of {[*others, *known]}")
+    checks = settings.get("checks", CHECKS)
+    if isinstance(checks, str):
+        raise TypeError(f"checks: got {checks!r}, expected a list of names such as [{checks!r}]")
+    return Options(**{**settings, "checks": frozenset(checks)})
+
 
 class EmulatedFunction:
     """A kernel's exported host function whose launches run in the emulator. Made by `load` and
@@ -143,10 +165,13 @@ class EmulatedFunction:
         memory = settings.pop("memory", ())
         readonly = tuple(settings.pop("readonly", ()))
         uninitialized = tuple(settings.pop("uninitialized", ()))
-        if "checks" in settings:
-            settings["checks"] = frozenset(settings["checks"])
+        options = _options(settings)
+        for number, argument in enumerate(arguments):
+            if _is_tensor(argument) and argument.device.type != "cpu":
+                got = f"a tensor on {argument.device}"
+                raise ValueError(f"argument {number}: got {got}, expected one on the CPU")
         buffers = _buffers(arguments, memory, readonly, uninitialized)
-        return self.call(arguments, buffers, Options(**settings))
+        return self.call(arguments, buffers, options)
 
     def call(self, arguments: Sequence[Any], buffers: Sequence[Buffer], options: Options) -> Result:
         """Run with the memory that the kernel may touch given as buffers."""

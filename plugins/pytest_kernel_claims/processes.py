@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import pytest
@@ -92,6 +92,9 @@ def timed(item: pytest.Item) -> Timed:
     try:
         if mark and mark.args:
             raise TypeError(f"got positional arguments {mark.args}")
+        known = [one.name for one in fields(Timed)]
+        if not given.keys() <= set(known):
+            raise TypeError(f"got {sorted(given.keys() - set(known))}, expected some of {known}")
         found = Timed(**given)
         return _overridden(found, overrides(item.config))
     except (TypeError, ValueError) as error:

@@ -16,7 +16,6 @@ from pytest_kernel_claims import arch, provenance
 from pytest_kernel_claims.claims.model import SCHEMA, Claim, Measurement, Row
 from pytest_kernel_claims.claims.properties import TIMINGS, values
 from pytest_kernel_claims.claims.report import closing, table, write_json
-from pytest_kernel_claims.claims.text import shown
 
 if TYPE_CHECKING:
     from pytest_kernel_claims.figures import RatioSet
@@ -174,11 +173,13 @@ class Collector:
         if self.error:
             lines.append(f"ERROR: {self.error}")
         if lines:
+            from pytest_kernel_claims.claims.text import shown
+
             emulator = arch.machine(self.config).provider
             where = f", kernels emulated by {emulator.name} and on no GPU" if emulator else ""
             terminalreporter.section(f"claims{where}")
-        for line in lines:
-            terminalreporter.line(shown(line))
+            for line in lines:
+                terminalreporter.line(shown(line))
 
     def as_json(self, exitstatus: int | None) -> dict[str, Any]:
         return {
@@ -213,6 +214,8 @@ def _writable(path: str | None) -> Path | None:
         return None
     target = Path(os.path.realpath(path))
     reason = None
+    if not path:
+        raise pytest.UsageError("--claims-json: got '', expected the path of a file")
     if target.is_dir():
         reason = "it is a directory"
     elif target.exists() and not target.is_file():

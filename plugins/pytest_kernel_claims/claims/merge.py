@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -165,7 +166,13 @@ def load(path: str, *more: Any) -> dict[str, Any]:
 
 
 def load_all(paths: Sequence[str], *more: Any) -> list[dict[str, Any]]:
-    """``load`` each; files of one name are told apart by the paths as given."""
+    """``load`` each; files of one name are told apart by the paths as given.
+
+    Raises ValueError, too, for a file that is given twice.
+    """
+    twice = [path for path, n in Counter(map(os.path.realpath, paths)).items() if n > 1]
+    if twice:
+        raise ValueError(f"{twice[0]}: got it twice, expected different files")
     runs = [load(path, *more) for path in paths]
     names = Counter(run["file"] for run in runs)
     for path, run in zip(paths, runs):

@@ -9,6 +9,7 @@ from typing import Any
 
 from pytest_kernel_claims import figures
 from pytest_kernel_claims.claims import merge
+from pytest_kernel_claims.claims.report import counted
 from pytest_kernel_claims.claims.text import markdown
 
 BEGIN, END = "<!-- summary:begin -->", "<!-- summary:end -->"
@@ -18,7 +19,7 @@ def counts(runs: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Lines of a list: how many claims are verified, and by what."""
     found = merge.standing(runs)
     gpus = " and ".join(column.label for column in merge.columns(runs) if column.rank == 0)
-    yield f"{sum(map(len, found))} claims:"
+    yield f"{counted(sum(map(len, found)), 'claim')}:"
     yield ""
     yield f"- {len(found.on_gpu)} verified on {markdown(gpus or 'a GPU')};"
     yield f"- {len(found.without)} verified without a GPU, which they do not need;"

@@ -103,7 +103,7 @@ def _ratio(record: Record, figure: Mapping[str, Any]) -> str:
 
 
 def _sign(figure: Mapping[str, Any]) -> str:
-    return ">=" if figure["better"] == "higher" else "<="
+    return "≥" if figure["better"] == "higher" else "≤"
 
 
 def _value(record: Record, figure: Mapping[str, Any]) -> float:

@@ -240,7 +240,7 @@ def note_launch(operator: Operator, target: str, config: Any, device: torch.devi
 
 
 def compile_count() -> int:
-    """Distinct configurations that this process compiled or loaded since its start or ``reset``."""
+    """Distinct configurations that this process has compiled, or loaded from disk, so far."""
     return len(_memory)
 
 

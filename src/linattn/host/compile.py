@@ -55,8 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (NotImplementedError, UnsupportedArchitecture, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if options.toolkit is None and len(toolchain.toolkits()) > 1:
-        print(f"by {toolchain.toolkit()}; for a driver that takes another toolkit: --toolkit")
+    if len(toolchain.toolkits()) > 1:
+        other = "; for a driver that takes another toolkit: --toolkit"
+        print(f"by {toolchain.toolkit()}{other * (options.toolkit is None)}")
     return 0
 
 

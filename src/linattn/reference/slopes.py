@@ -19,6 +19,8 @@ def lightning_slopes(
     has no decay, and the last layer (``layer == num_layers``) would have none at all. ALiBi slopes,
     which other models use, are a different schedule.
 
+    ``layer`` and ``num_layers`` belong together: their defaults, layer 12 of 24, halve the slopes.
+
     Raises ``TypeError`` for a number that is no int, ``ValueError`` for ``heads < 1`` or a layer
     outside ``0 .. num_layers``.
     """
@@ -28,7 +30,8 @@ def lightning_slopes(
     if heads < 1:
         raise value_error("heads", heads, "at least 1")
     if num_layers < 1 or not 0 <= layer <= num_layers:
-        raise value_error("layer", f"{layer} of {num_layers}", "0 <= layer <= num_layers")
+        expected = "0 <= layer <= num_layers (by default layer 12 of 24)"
+        raise value_error("layer", f"{layer} of {num_layers}", expected)
     step = (8.0 / heads) * (1.0 - layer / num_layers)
     heads64 = torch.arange(heads, dtype=torch.float64, device=device)
     return (step * heads64).to(torch.float32)
