@@ -115,15 +115,31 @@ def test_what_run_refuses() -> None:
         ptx_emulator.nothing  # noqa: B018
 
 
-def test_other_settings_are_refused(emulated: Callable[..., EmulatedFunction]) -> None:
-    f = emulated("elementwise")
-    a, b = torch.zeros(4), torch.zeros(4)
-    with pytest.raises(TypeError, match="schedule"):
-        f(a, b, schedule=3)
-    with pytest.raises(ValueError, match="unknown checks"):
-        f(a, b, checks=("everything",))
-    with pytest.raises(ValueError, match="takes CPU tensors, got one on meta"):
-        f(torch.zeros(4, device="meta"), b)
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"schedule": 3}, TypeError, r"got \['schedule'\], expected settings of \['memory'"),
+        ({"checks": ("everything",)}, ValueError, "unknown checks"),
+        ({"checks": "memcheck"}, TypeError, "checks: got 'memcheck', expected a list"),
+        ({"seed": "x"}, TypeError, "seed: got 'x'"),
+        ({"seed": True}, TypeError, "seed: got True"),
+        ({"budget": None}, TypeError, "budget: got None"),
+        ({"budget": 0}, ValueError, "budget: got 0, expected at least 1"),
+    ],
+)
+def test_other_settings_are_refused(
+    emulated: Callable[..., EmulatedFunction],
+    settings: dict[str, Any],
+    error: type[Exception],
+    message: str,
+) -> None:
+    with pytest.raises(error, match=message):
+        emulated("elementwise")(torch.zeros(4), torch.zeros(4), **settings)
+
+
+def test_a_tensor_that_is_not_on_the_cpu(emulated: Callable[..., EmulatedFunction]) -> None:
+    with pytest.raises(ValueError, match="argument 1: got a tensor on meta, expected one on the"):
+        emulated("elementwise")(torch.zeros(4), torch.zeros(4, device="meta"))
 
 
 def test_foreign_ptx_is_refused(emulated: Callable[..., EmulatedFunction]) -> None:

@@ -198,27 +198,3 @@ def test_without_the_option_nothing_is_emulated(pytester: pytest.Pytester) -> No
     pytester.makepyfile(SUITE)
     result = pytester.runpytest_inprocess(*LOAD, "-p", "no:cacheprovider", "--gpu-arch=none")
     result.assert_outcomes(skipped=2)
-
-
-@pytest.mark.claim("EMU-24", "settings of a run that mean nothing are refused by name")
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
-        ({"seed": "x"}, TypeError, "seed: got 'x'"),
-        ({"seed": True}, TypeError, "seed: got True"),
-        ({"budget": None}, TypeError, "budget: got None"),
-        ({"budget": 0}, ValueError, "budget: got 0, expected at least 1"),
-        ({"checks": "memcheck"}, TypeError, r"checks: got 'memcheck', expected a list"),
-        ({"foo": 1}, TypeError, r"got \['foo'\], expected settings of \['memory'"),
-    ],
-)
-def test_settings(emulated: Any, settings: Any, error: type[Exception], message: str) -> None:
-    function = emulated("elementwise")
-    with pytest.raises(error, match=message):
-        function(**settings)
-
-
-@pytest.mark.claim("EMU-24", "settings of a run that mean nothing are refused by name")
-def test_a_tensor_that_is_not_on_the_cpu(emulated: Any) -> None:
-    with pytest.raises(ValueError, match="argument 1: got a tensor on meta, expected one on the"):
-        emulated("elementwise")(torch.zeros(4), torch.zeros(4, device="meta"))
