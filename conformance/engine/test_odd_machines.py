@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -296,6 +297,60 @@ def test_every_lock_is_renewed() -> None:
     cache._memory.clear()
     cache._memory.update(before)
     workspace.release()
+
+
+@FORKS
+def test_a_child_compiles_into_a_folder_of_its_own() -> None:
+    """Where none can be shared; two processes would remove each other's entries."""
+    script = (
+        "import os\n"
+        "from linattn.host import cache\n"
+        "ours = cache._private_root()\n"
+        "read, write = os.pipe()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    os.write(write, str(cache._private_root()).encode())\n"
+        "    raise SystemExit\n"
+        "os.waitpid(child, 0)\n"
+        "theirs = os.read(read, 4096).decode()\n"
+        "print(ours, theirs, os.path.exists(ours), os.path.exists(theirs))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    ours, theirs, *there = done.stdout.split()
+    assert ours != theirs
+    assert there == ["True", "False"]  # the child took its own along
+
+
+@FORKS
+def test_forks_of_several_threads_hold_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of which waited too long while another did not."""
+    monkeypatch.setattr(cache, "FORK_WAIT", 0.2)
+    holding, done = threading.Event(), threading.Event()
+
+    def compiles() -> None:
+        with cache._compiler_lock:
+            holding.set()
+            done.wait(10)
+
+    other = threading.Thread(target=compiles)
+    other.start()
+    assert holding.wait(10)
+    cache._before_fork()  # gives up
+
+    def forks() -> None:
+        cache._before_fork()
+        cache._after_fork()
+
+    done.set()
+    other.join()
+    second = threading.Thread(target=forks)
+    second.start()
+    second.join()
+    cache._after_fork()
+    assert cache._compiler_lock.acquire(timeout=1)
+    cache._compiler_lock.release()
 
 
 @FORKS

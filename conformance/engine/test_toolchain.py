@@ -53,6 +53,23 @@ def test_what_the_compiler_calls_code_is_in_the_key(monkeypatch: pytest.MonkeyPa
     assert len(distinct) == 1 + len(own) - len(same)
 
 
+def test_settings_that_follow_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A debug build has line information unless that is off; in another one it is the other way."""
+    words = ("", "0", "off", "1", "TRUE")
+    found = {
+        (debug, lines): folder(monkeypatch, CUTE_DSL_DEBUG=debug, CUTE_DSL_LINEINFO=lines)
+        for debug in words
+        for lines in words
+    }
+    meaning: dict[Path, set[tuple[bool, bool]]] = {}
+    for (debug, lines), path in found.items():
+        on = debug in ("1", "TRUE")
+        meaning.setdefault(path, set()).add((on, on if lines == "" else lines in ("1", "TRUE")))
+    assert sorted(map(sorted, meaning.values())) == [
+        [(debug, lines)] for debug in (False, True) for lines in (False, True)
+    ]
+
+
 def test_what_changes_no_code_changes_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     from linattn.device import compat
 

@@ -20,7 +20,11 @@ import pytest
 
 from pytest_kernel_claims import arch, events, gpustate
 
-GPUS = {"h200": arch.Gpu("NVIDIA H200", (9, 0)), "h100": arch.Gpu("NVIDIA H100", (9, 0))}
+GPUS = {
+    "h200": arch.Gpu("NVIDIA H200", (9, 0)),
+    "h100": arch.Gpu("NVIDIA H100", (9, 0)),
+    "gh200": arch.Gpu("NVIDIA GH200 480GB", (9, 0)),
+}
 NOW = [0.0]
 ALLOCATED = [0]
 

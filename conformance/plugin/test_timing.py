@@ -71,16 +71,19 @@ LIMITED = """
 """
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_limits_are_those_of_the_gpu_that_is_named(timed_suite: TimedSuite, processes: int) -> None:
+@pytest.mark.parametrize(("processes", "other"), [(1, "h100"), (2, "h100"), (1, "gh200")])
+def test_limits_are_those_of_the_gpu_that_is_named(
+    timed_suite: TimedSuite, processes: int, other: str
+) -> None:
     """Another one is timed, and shown, and verifies nothing."""
     text = LIMITED.replace("processes=1", f"processes={processes}")
     result = timed_suite.plan(drift=0).write(text).run()
     result.assert_outcomes(failed=2, passed=1)
     result.stdout.fnmatch_lines(["LIMITED  failed *", "ratio set peers  failed *"])
-    result = timed_suite.plan(drift=0, gpu="h100").run("-rs", "--claims-json=claims.json")
+    result = timed_suite.plan(drift=0, gpu=other).run("-rs", "--claims-json=claims.json")
     result.assert_outcomes(skipped=3)
-    reason = "measured on NVIDIA H100; the limits are for an H200"
+    name = {"h100": "NVIDIA H100", "gh200": "NVIDIA GH200 480GB"}[other]
+    reason = f"measured on {name}; the limits are for an H200"
     result.stdout.fnmatch_lines(["LIMITED  not run *", f"  3 tests *{reason}*"])
     result.stdout.fnmatch_lines([f"SKIPPED [[]1[]] test_it.py:*: {reason}"])
     found = timed_suite.json("claims.json")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pytest_kernel_claims import arch
+from pytest_kernel_claims.claims import verdict
 from pytest_kernel_claims.claims.__main__ import main
 
 from .conftest import Suite
@@ -125,3 +126,27 @@ def test_a_worker_tells_what_a_run_alone_tells(suite: Suite) -> None:
     apart = suite.claims("-n2", "--dist=worksteal")["claims"]
     assert alone == apart
     assert alone["FIGURE"]["worst"]["error"]["value"] == 2
+
+
+@pytest.mark.parametrize("complete", [True, False], ids=["both complete", "one lacks a row"])
+def test_a_set_of_ratios_that_failed_in_a_run_stays(complete: bool) -> None:
+    """Whatever the order of the files, and however much of the set another run has."""
+
+    def run(*ratios: float | None) -> dict[str, Any]:
+        rows = {f"test_it.py::test_row[{number}]": ratio for number, ratio in enumerate(ratios)}
+        tests = {test: {"outcome": "passed", "reason": ""} for test in rows}
+        counts = {"selected": len(rows), "deselected": 0}
+        limits = {"rows": 2, "worst": 1.0, "geomean": None}
+        return {
+            "claims": {
+                "R": {"text": "t", "arches": [], "tests": tests, "ratio_sets": ["s"], **counts}
+            },
+            "ratio_sets": {"s": {"limits": limits, "ratios": rows}},
+        }
+
+    good, bad = run(0.5, 0.5), run(0.5, 2.0) if complete else run(2.0, None)
+    for order in ([good, bad], [bad, good]):
+        (claim,) = verdict.together(order)
+        assert claim.verdict == "failed"
+    (claim,) = verdict.together([run(0.5, None), good])
+    assert claim.verdict == "verified"

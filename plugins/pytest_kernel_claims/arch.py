@@ -288,7 +288,7 @@ def other_gpu(item: pytest.Item) -> str | None:
     """Why the limits of a test do not hold here: they are for another GPU (``limits_for``)."""
     named = [str(name) for mark in marks(item, "limits_for") for name in mark.args]
     gpu = machine(item.config).gpu if named else None
-    if gpu is None or any(name in gpu.name for name in named):
+    if gpu is None or any(re.search(rf"\b{re.escape(name)}\b", gpu.name) for name in named):
         return None
     return f"measured on {gpu.name}; the limits are for an {' or '.join(named)}"
 

@@ -121,13 +121,19 @@ _DEFAULTS = {"TOLERATE_M2M": "1"}
 def code_settings(environment: Mapping[str, str]) -> dict[str, str]:
     """The compiler's variables in ``environment`` that change machine code, by name; those at their
     defaults are left out."""
-    told = {}
-    for name, text in sorted(environment.items()):
-        own = name.removeprefix(COMPILER)
-        value = _WORDS.get(text.strip().lower(), text.strip())
-        if own != name and own not in HARMLESS and value not in ("", _DEFAULTS.get(own, "0")):
-            told[name] = value
-    return told
+    values = {
+        name.removeprefix(COMPILER): _WORDS.get(text.strip().lower(), text.strip())
+        for name, text in sorted(environment.items())
+        if name.startswith(COMPILER)
+    }
+    # A debug build has line information unless that is turned off.
+    debug = "0" if values.get("DEBUG", "") in ("", "0") else "1"
+    defaults = {**_DEFAULTS, "LINEINFO": debug}
+    return {
+        f"{COMPILER}{own}": value
+        for own, value in values.items()
+        if own not in HARMLESS and value not in ("", defaults.get(own, "0"))
+    }
 
 
 @cache

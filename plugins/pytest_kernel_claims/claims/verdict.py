@@ -36,7 +36,7 @@ def together(runs: Iterable[dict[str, Any]]) -> list[Claim]:
             claim.selected = max(claim.selected, entry["selected"])
     for key, claim in claims.items():
         claim.selected = max(claim.selected, len(claim.rows))
-        claim.deselected = sizes[key] - claim.selected
+        claim.deselected = max(0, sizes[key] - claim.selected)
     _judge_sets(runs, claims)
     return list(claims.values())
 
@@ -52,15 +52,22 @@ def _take(known: Row, outcome: str, reason: str) -> None:
 
 
 def _judge_sets(runs: Iterable[dict[str, Any]], claims: dict[str, Claim]) -> None:
-    """Ratio sets, as the run says that has most of one's rows."""
+    """Ratio sets, as the run says in which one failed, or else that has most of its rows."""
     for run in runs:
         for name, entry in run.get("ratio_sets", {}).items():
             one = RatioSet(name, **entry["limits"], ratios=entry["ratios"])
             for key, claim in claims.items():
                 if name in run["claims"].get(key, {}).get("ratio_sets", ()):
-                    others = [x for x in claim.sets if x.name == name]
-                    if all(x.missing > one.missing for x in others):
+                    known = next((x for x in claim.sets if x.name == name), None)
+                    if known is None or _says_more(one, known):
                         claim.sets = [x for x in claim.sets if x.name != name] + [one]
+
+
+def _says_more(one: RatioSet, known: RatioSet) -> bool:
+    """Whether one run's judgement of a set counts before another's: a failure does, as of tests."""
+    if "failed" in (one.verdict, known.verdict):
+        return known.verdict != "failed"
+    return one.missing < known.missing
 
 
 def lines(runs: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -388,17 +388,20 @@ def _build(operator: Operator, target: str, config: Any) -> build.Artifact:
 FORK_WAIT = 20.0
 """Seconds that ``os.fork`` waits at most for a compilation of another thread, which takes four."""
 
-_waited: list[bool] = []
+_fork = threading.local()
+"""Whether the fork of a thread has the compiler's lock."""
 
 
 def _before_fork() -> None:
     """Let a compilation end: its locks, the interpreter's own for an import among them, would stay
     taken in the new process."""
-    _waited.append(_compiler_lock.acquire(timeout=FORK_WAIT))
+    _fork.held = False
+    _fork.held = _compiler_lock.acquire(timeout=FORK_WAIT)
 
 
 def _after_fork() -> None:
-    if _waited.pop():
+    if getattr(_fork, "held", False):
+        _fork.held = False
         _compiler_lock.release()
 
 
@@ -406,8 +409,9 @@ def _in_child() -> None:
     """Threads that hold locks are not there, and file locks that they took are the parent's."""
     global _memory_lock, _compiler_lock
     _memory_lock, _compiler_lock = threading.Lock(), threading.RLock()
-    _waited.clear()
+    _fork.held = False
     _key_locks.clear()
+    _private_root.cache_clear()  # two processes would remove each other's entries
     for entry in _memory.values():
         entry.renew_lock()
     for file in _lock_files:
