@@ -807,3 +807,39 @@ def test_merge_refuses(
     assert stop.value.code == 2
     assert told in capsys.readouterr().err
     assert readme.read_text() == document
+
+
+def test_a_failure_is_told_before_what_another_machine_verified() -> None:
+    """In the list under the matrix and on a front page."""
+    from pytest_kernel_claims.claims import summary
+
+    def run(machine: str, **verdicts: str) -> dict[str, Any]:
+        claims = {
+            key: {
+                "text": "t",
+                "verdict": verdict,
+                "arches": ["sm90"],
+                "counts": {"passed": 1},
+                "selected": 1,
+                "deselected": 0,
+            }
+            for key, verdict in verdicts.items()
+        }
+        gpu = None if machine == "emulated" else {"name": machine, "sm": "sm90", "driver": "1"}
+        emulator = {"sm": ["sm90"]} if gpu is None else None
+        about = {"commit": None, "dirty": None, "torch": "2", "cutlass_dsl": "4", "file": machine}
+        when = "2026-12-01T00:00:00+00:00"
+        return {"claims": claims, "gpu": gpu, "emulator": emulator, "when": when, **about}
+
+    runs = [
+        run("H200", A="failed", B="verified", C="verified", D="not run"),
+        run("H100", A="verified", B="failed", C="verified", D="not run"),
+        run("emulated", A="verified", B="verified", C="verified", D="not run"),
+    ]
+    for order in (runs, runs[::-1]):
+        found = merge.standing(order)
+        assert (found.failed, found.on_gpu, found.nowhere) == (["A", "B"], ["C"], ["D"])
+        assert "\nFailed: A, B.\n\nVerified nowhere: D.\n" in merge.matrix(order)
+        lines = list(summary.counts(order))
+        assert lines[0] == "4 claims:"
+        assert lines[-2:] == ["- 2 (A, B) failed, see their rows;", "- 1 (D) verified nowhere."]

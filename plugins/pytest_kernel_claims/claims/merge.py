@@ -95,16 +95,21 @@ class Standing(NamedTuple):
     without: list[str]
     """On no GPU, which they do not need."""
     emulated: list[str]
+    failed: list[str]
+    """On any machine, whatever another one says."""
     nowhere: list[str]
 
 
 def standing(runs: Sequence[dict[str, Any]]) -> Standing:
     """What verified each claim of the runs."""
-    across, found = columns(runs), Standing([], [], [], [])
+    across, found = columns(runs), Standing([], [], [], [], [])
     needing = {key for run in runs for key, entry in run["claims"].items() if entry["arches"]}
     for key in sorted({key for run in runs for key in run["claims"]}):
-        ranks = {column.rank for column in across if column.cell(key)[0] == "verified"}
-        if not ranks:
+        verdicts = [(column.rank, column.cell(key)[0]) for column in across]
+        ranks = {rank for rank, verdict in verdicts if verdict == "verified"}
+        if any(verdict == "failed" for _, verdict in verdicts):
+            found.failed.append(key)
+        elif not ranks:
             found.nowhere.append(key)
         elif 0 in ranks:
             found.on_gpu.append(key)
@@ -117,6 +122,8 @@ def _unproven(runs: Sequence[dict[str, Any]]) -> Iterator[str]:
     found = standing(runs)
     if found.emulated:
         yield f"\nVerified in emulation only, on no GPU: {markdown(', '.join(found.emulated))}."
+    if found.failed:
+        yield f"\nFailed: {markdown(', '.join(found.failed))}."
     if found.nowhere:
         yield f"\nVerified nowhere: {markdown(', '.join(found.nowhere))}."
 

@@ -24,6 +24,8 @@ def counts(runs: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield f"- {len(found.on_gpu)} verified on {markdown(gpus or 'a GPU')};"
     yield f"- {len(found.without)} verified without a GPU, which they do not need;"
     yield f"- {_listed(found.emulated)} about kernels, verified in emulation and on no GPU yet;"
+    if found.failed:
+        yield f"- {_listed(found.failed)} failed, see their rows;"
     yield f"- {_listed(found.nowhere)} verified nowhere."
 
 
