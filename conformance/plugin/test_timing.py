@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from pytest_kernel_claims import figures, processes
 
 if TYPE_CHECKING:
-    from .conftest import TimedSuite
+    from .conftest import Suite, TimedSuite
 
 pytestmark = pytest.mark.claim(
     "PLUGIN-TIMING", "a timing is a median of processes that counted, and never a switched-off one"
@@ -595,3 +596,25 @@ def test_a_process_that_ends_badly_measures_nothing(
     result = timed_suite.apart()
     assert result.ret == 1
     result.stdout.fnmatch_lines([f"*{told}*", "SPEED  failed *"])
+
+
+@pytest.mark.parametrize("option", ["foo=3", "processes=x", "processes"])
+def test_options_are_checked_where_nothing_is_timed(suite: Suite, option: str) -> None:
+    result = suite.write("def test_it(): pass").run(f"--timing={option}")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"*--timing: got '{option}', expected NAME=NUMBER *"])
+
+
+def test_brackets_in_a_folder_are_no_parameters(timed_suite: TimedSuite) -> None:
+    """Rows of one function are one group, wherever it lies."""
+    text = (
+        ONE.format(seconds=40e-6).replace("def test_speed(", "def {}(").replace("{}(", "test_{}(")
+    )
+    folder = timed_suite.pytester.mkdir("a[b]")
+    row = '@pytest.mark.parametrize("row", ["x", "y[z]"])\n    def '
+    for name in ("one", "two"):
+        lines = text.format(name).replace("    def ", f"    {row}").replace("(cuda", "(row, cuda")
+        (folder / f"test_{name}.py").write_text(textwrap.dedent(lines))
+    timed_suite.plan(drift=0).run("--claims-json=claims.json").assert_outcomes(passed=4)
+    groups = {one["group"] for one in timed_suite.json("claims.json")["timings"].values()}
+    assert groups == {"a[b]/test_one.py::test_one", "a[b]/test_two.py::test_two"}

@@ -150,3 +150,13 @@ def test_a_set_of_ratios_that_failed_in_a_run_stays(complete: bool) -> None:
         assert claim.verdict == "failed"
     (claim,) = verdict.together([run(0.5, None), good])
     assert claim.verdict == "verified"
+
+
+def test_runs_with_other_rows_leave_no_negative_number() -> None:
+    def run(*tests: str, deselected: int) -> dict[str, Any]:
+        rows = {test: {"outcome": "passed", "reason": ""} for test in tests}
+        counts = {"selected": len(rows), "deselected": deselected}
+        return {"claims": {"A": {"text": "t", "arches": [], "tests": rows, **counts}}}
+
+    (claim,) = verdict.together([run("a", "b", deselected=0), run("c", deselected=1)])
+    assert (claim.verdict, claim.selected, claim.deselected) == ("verified", 3, 0)
