@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch.utils._python_dispatch import TorchDispatchMode
+
 
 @contextmanager
 def python_calls() -> Iterator[list[str]]:
@@ -22,3 +24,15 @@ def python_calls() -> Iterator[list[str]]:
         yield calls
     finally:
         sys.setprofile(None)
+
+
+class TorchCalls(TorchDispatchMode):  # type: ignore[misc]
+    """Names of the torch operators that run in its block; it looks on, as a profiler does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))

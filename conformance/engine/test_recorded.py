@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from calls import PUBLIC, claims, legal, over
+from host_calls import TorchCalls
 from stand_ins import ReferenceLauncher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import linattn
 
@@ -51,26 +51,12 @@ def function(name: str) -> Callable[..., torch.Tensor]:
     return run
 
 
-class Watching(TorchDispatchMode):  # type: ignore[misc]
-    """Looks on, as a profiler does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: Any = (), named: Any = None
-    ) -> Any:
-        self.seen.append(str(function))
-        return function(*arguments, **(named or {}))
-
-
 def warm(name: str, before: str) -> None:
     given = tensors(name, 7)
     if before == "a call":
         function(name)(*given)
     elif before == "a watched call":
-        with Watching():
+        with TorchCalls():
             function(name)(*given)
 
 
@@ -127,10 +113,10 @@ def test_a_watched_call_is_an_ordinary_one(
     """It does not take the way through the dispatcher, so the mode sees what torch does for it."""
     warm(name, before)
     launches = len(reference.launches)
-    with Watching() as mode:
+    with TorchCalls() as mode:
         assert same(function(name), name)
     assert len(reference.launches) == launches + 2
-    assert not any("linattn" in seen for seen in mode.seen)
+    assert not any("linattn" in seen for seen in mode.names)
 
 
 @CALLS

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 from calls import PUBLIC, call, claims, legal, over
-from host_calls import python_calls
+from host_calls import TorchCalls, python_calls
 from stand_ins import HostLauncher
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from linattn.host import guards, plan
 
@@ -139,18 +138,6 @@ def test_what_a_matcher_accepts() -> None:
     assert plain(pairs.real)
     assert not plain(pairs.conj().imag)
     assert not plain(pairs.imag.as_strided((2, 1, 2), (4, 3, 2)))
-
-
-class TorchCalls(TorchDispatchMode):
-    """Names of the torch operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.usefixtures("recorder")

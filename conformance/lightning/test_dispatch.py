@@ -374,31 +374,6 @@ def test_a_cold_call_inside_a_capture_is_refused(builder: StubBuilder) -> None:
 
 
 @pytest.mark.claim("LA-D08", "a launch happens with the tensors' device current")
-def test_another_device_is_made_current_around_the_launch() -> None:
-    events: list[str] = []
-
-    class Guarding(HostLauncher):
-        def function(self, operator: Operator, arch: Arch, config: Any) -> Callable[..., Any]:
-            return lambda *arguments: events.append("launch")
-
-        def guard(self, device: torch.device) -> Any:
-            events.append(f"guard {device}")
-            return self
-
-        def __enter__(self) -> None:
-            events.append("enter")
-
-        def __exit__(self, *error: object) -> None:
-            events.append("exit")
-
-    with launch.use_launcher(Guarding()):
-        call("cpu")
-        linattn.warm_up("lightning_attn_fwd")
-    launches = 1 + len(CONFIGS["sm90"])
-    assert events == ["guard cpu", "enter", "launch", "exit"] * launches
-
-
-@pytest.mark.claim("LA-D08", "a launch happens with the tensors' device current")
 def test_the_cuda_launcher_guards_other_devices_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -58,7 +58,6 @@ READS: dict[str, Callable[[], object]] = {
     "mask": lambda: X[B],
     "mask = values": lambda: X.__setitem__(B, torch.empty_like(X)),
     "multinomial": lambda: torch.multinomial(X, 2),
-    "histc": lambda: torch.histc(X),
     "repr": lambda: repr(X),
     "format of a tensor": lambda: f"{X}",
     "mask and slice = value": lambda: torch.empty(8, 8, device=META).__setitem__((B, N), 1.0),

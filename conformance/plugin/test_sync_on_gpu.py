@@ -38,6 +38,7 @@ MATRIX: dict[str, set[str]] = {
     "nonzero": {"dispatch", "debug mode", "deep", "graph"},
     "x[mask]": {"dispatch", "debug mode", "deep", "graph"},
     "x[mask] = 1.0": set(),
+    "x[mask] = scalar of the device": set(),
     "x[mask] = values": {"dispatch", "debug mode", "deep", "graph"},
     "masked_select": {"dispatch", "debug mode", "deep", "graph"},
     "equal": {"dispatch", "debug mode", "deep", "graph"},
@@ -61,6 +62,7 @@ class Bench:
         self.x = torch.arange(4096, device=device) / 4096
         self.mask = self.x > 0.5
         self.values = self.x[self.mask]
+        self.one = self.values[0].clone()
         self.counts = torch.ones(8, dtype=torch.int64, device=device)
         self.pinned = torch.empty(8).pin_memory()
         self.pageable = torch.empty(8)
@@ -88,6 +90,7 @@ class Bench:
             "nonzero": lambda: mask.nonzero(),
             "x[mask]": lambda: x[mask],
             "x[mask] = 1.0": lambda: x.__setitem__(mask, 1.0),
+            "x[mask] = scalar of the device": lambda: x.__setitem__(mask, self.one),
             "x[mask] = values": lambda: x.__setitem__(mask, self.values),
             "masked_select": lambda: x.masked_select(mask),
             "equal": lambda: x.equal(x + 1),
@@ -147,7 +150,7 @@ def test_matrix(name: str, device: torch.device) -> None:
 
 def test_every_row_but_the_harmless_ones_is_found_somewhere() -> None:
     missed = {name for name, layers in MATRIX.items() if not layers}
-    assert missed == {"nothing", "x[mask] = 1.0"}
+    assert missed == {"nothing", "x[mask] = 1.0", "x[mask] = scalar of the device"}
 
 
 @pytest.mark.parametrize("level", hostsync.LEVELS)

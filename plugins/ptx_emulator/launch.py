@@ -78,8 +78,6 @@ def _argument(x: Any) -> Any:
     """
     if not _is_tensor(x):
         return x
-    if x.device.type != "cpu":
-        raise ValueError(f"the emulator takes CPU tensors, got one on {x.device}")
     import tvm_ffi
 
     return tvm_ffi.from_dlpack(_AsCuda(x))
@@ -166,10 +164,6 @@ class EmulatedFunction:
         readonly = tuple(settings.pop("readonly", ()))
         uninitialized = tuple(settings.pop("uninitialized", ()))
         options = _options(settings)
-        for number, argument in enumerate(arguments):
-            if _is_tensor(argument) and argument.device.type != "cpu":
-                got = f"a tensor on {argument.device}"
-                raise ValueError(f"argument {number}: got {got}, expected one on the CPU")
         buffers = _buffers(arguments, memory, readonly, uninitialized)
         return self.call(arguments, buffers, options)
 
@@ -205,6 +199,10 @@ class EmulatedFunction:
             result.seconds += time.perf_counter() - start
             return 0
 
+        for number, a in enumerate(arguments):
+            if _is_tensor(a) and a.device.type != "cpu":
+                got = f"a tensor on {a.device}"
+                raise ValueError(f"argument {number}: got {got}, expected one on the CPU")
         converted = [_argument(a) for a in arguments]
         callback = link.LAUNCH_CALLBACK(launch)
         self._shim.ptx_emulator_set_launch(callback)

@@ -73,8 +73,6 @@ _READING = {
         "allclose",
         "_linalg_check_errors",
         "multinomial",
-        "histc",
-        "_ctc_loss",
     )
 } | {
     f"aten::{name}": "the size of its result is read on the host"
@@ -133,7 +131,7 @@ class Rules:
         value = args[2] if len(args) > 2 else None
         single = isinstance(value, torch.Tensor) and value.dim() == 0
         if len(masks) == len(args[1]) and single:
-            # ``x[mask] = 1.0`` becomes a masked fill, which needs no count.
+            # ``x[mask] = 1.0``, and a scalar of the device, become a masked fill, without a count.
             return None
         return "a boolean index is counted on the host"
 

@@ -71,10 +71,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     try:
         _add_options(group)
     except ValueError as error:
-        text = (
-            f"pytest-kernel-claims: {error} (another plugin has it); -p no:kernel_claims or -p no:"
-        )
-        print(f"ERROR: {text}NAME leaves one of them out", file=sys.stderr)
+        way_out = "leave one out by -p no:kernel_claims or -p no:NAME"
+        text = f"ERROR: pytest-kernel-claims: {error}: another plugin has it; {way_out}"
+        print(text, file=sys.stderr)
         raise SystemExit(int(pytest.ExitCode.USAGE_ERROR)) from None
 
 

@@ -34,9 +34,8 @@ def _git(root: Path, *args: str) -> str | None:
     return done.stdout.strip()
 
 
-def of_run(config: pytest.Config) -> dict[str, Any]:
-    """Hardware and software of this run."""
-    here = arch.machine(config)
+def of_run(config: pytest.Config, here: arch.Machine) -> dict[str, Any]:
+    """Hardware and software of a run on this machine."""
     gpu = here.gpu and {
         "name": here.gpu.name,
         "sm": arch.sm_name(here.gpu.capability),

@@ -60,6 +60,8 @@ class Collector:
         self._source = provenance.source_state(config.rootpath) if self._json else {}
         self._written: dict[str, Any] = {}
         self._written_at = -math.inf
+        self._known: arch.Machine | None = None
+        self._of_run: dict[str, Any] = {}
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self) -> None:
@@ -185,7 +187,7 @@ class Collector:
         return {
             "schema": SCHEMA,
             **self._source,
-            **provenance.of_run(self.config),
+            **self._provenance(exitstatus is not None),
             "exitstatus": exitstatus,
             "modules_not_collected": dict(self.modules),
             "cubins": {
@@ -194,6 +196,15 @@ class Collector:
             "claims": {key: claim.as_json() for key, claim in sorted(self.claims.items())},
             **self._timing_evidence(),
         }
+
+    def _provenance(self, ended: bool) -> dict[str, Any]:
+        """Of the run. Until it ends the machine is that which tests have asked for, and is not
+        asked again: to look for a GPU initialises CUDA."""
+        here = arch.machine(self.config) if ended else arch.known_machine(self.config)
+        if ended or here is not self._known or not self._of_run:
+            self._known = here
+            self._of_run = provenance.of_run(self.config, here or arch.Machine())
+        return self._of_run
 
     def _timing_evidence(self) -> dict[str, Any]:
         """Raw readings and ratio sets, where this run has any."""
