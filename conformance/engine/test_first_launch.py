@@ -33,6 +33,7 @@ class TwoDevices(launch.Launcher):
         super().__init__()
         self.captures = False
         self.launches: list[torch.device] = []
+        self.builds: list[Any] = []
         self.current = FIRST
         self.fails = False
 
@@ -74,14 +75,19 @@ class TwoDevices(launch.Launcher):
 def devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[TwoDevices]:
     """With a compiler and a loader that do nothing."""
     made = build.Artifact(b"object", b"cubin", "ptx", COPY.name())
-    monkeypatch.setattr(build, "build", lambda *arguments: made)
+    devices = TwoDevices()
+
+    def stub(*arguments: Any) -> build.Artifact:
+        devices.builds.append(arguments)
+        return made
+
+    monkeypatch.setattr(build, "build", stub)
     monkeypatch.setattr(cache, "load_function", lambda path, symbol: lambda *arguments: None)
     monkeypatch.setenv("LINATTN_CACHE_DIR", str(tmp_path))
     env.reset()
     cache.reset()
-    with launch.use_launcher(TwoDevices()) as launcher, known():
-        assert isinstance(launcher, TwoDevices)
-        yield launcher
+    with launch.use_launcher(devices), known():
+        yield devices
     cache.reset()
     env.reset()
 
@@ -107,6 +113,15 @@ def test_compiled_is_not_launched(devices: TwoDevices) -> None:
     call()
     call(rows=7)
     assert len(devices.launches) == 3
+
+
+def test_what_is_refused_is_not_compiled(devices: TwoDevices) -> None:
+    devices.captures = True
+    refused()
+    assert not devices.builds
+    devices.captures = False
+    call()
+    assert len(devices.builds) == 1
 
 
 def test_another_device_is_cold(devices: TwoDevices) -> None:

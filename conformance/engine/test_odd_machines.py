@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -24,7 +25,9 @@ from ptx_emulator.errors import NoCompiler
 pytestmark = pytest.mark.dispatch
 
 PLACES = pytest.mark.claim("CE-11", "kernels are compiled and kept on odd machines too")
-FORKS = pytest.mark.claim("CE-12", "a process forked while another thread compiles can call")
+FORKS = pytest.mark.claim(
+    "CE-12", "a process forked while another thread compiles can call, or says at once why not"
+)
 
 UPDATE = OPERATORS["state_update"]
 CONFIG = UPDATE.kernels["sm90"].configs[0]
@@ -200,14 +203,41 @@ def test_no_locks_and_another_process_is_quicker(
 # Processes that fork
 
 FORKED = """
-import os, sys, threading, time, warnings
+import os, pathlib, threading, warnings
 warnings.simplefilter("ignore")  # Python's own, of threads and forks
 from linattn.host import build, cache
 from linattn.kernels import OPERATORS
 operator = OPERATORS["state_update"]
 config = operator.kernels["sm90"].configs[0]
 compiling, forking, parent = threading.Event(), threading.Event(), os.getpid()
+cache.FORK_WAIT = @WAIT@
+known = cache.Loaded(cache.key(operator, "sm_90a", config), pathlib.Path(), "x", {})
+known._function = None if @WAIT@ < 1 else print
+@COMPILER@
+take = threading.Thread(target=lambda: cache.get(operator, "sm_90a", config))
+take.start()
+compiling.wait(60)
+child = os.fork()
+if child == 0:
+    held = [link for link in pathlib.Path("/proc/self/fd").iterdir() if link.exists()]
+    assert not [link for link in held if link.readlink().suffix == ".lock"]
+    cache.reset()
+    cache.get(operator, "sm_90a", config)  # which the parent is about to write
+    try:
+        cache.get(operator, "sm_100a", config)
+    except RuntimeError as error:
+        print(error, flush=True)
+    try:
+        known.function
+    except RuntimeError as error:
+        print(error, flush=True)
+    os._exit(0)
+forking.set()
+take.join()
+print(os.waitpid(child, 0)[1])
+"""
 
+STUBBED = """
 def compiled(*arguments):
     if os.getpid() == parent:
         compiling.set()
@@ -216,46 +246,37 @@ def compiled(*arguments):
     return build.Artifact(b"object", b"cubin", "ptx", config.name())
 
 build.build = compiled
-take = threading.Thread(target=lambda: cache.get(operator, "sm_90a", config))
-take.start()
-compiling.wait(60)
-@AT@
-child = os.fork()
-if child == 0:
-    cache.reset()
-    cache.get(operator, "sm_90a", config)
-    os._exit(0)
-@AFTER@
-print(os.waitpid(child, 0)[1])
 """
 
-FORKS_AT: dict[str, dict[str, str]] = {
-    "the fork waits": {
-        "DURING": "pass",
-        "AT": "",
-        "AFTER": "assert not take.is_alive() or take.join() is None",
-    },
-    "it waits no longer": {
-        "DURING": "forking.wait(60)",
-        "AT": "cache.FORK_WAIT = 0.1",
-        "AFTER": "forking.set()",
-    },
-    "the parent ends first": {
-        "DURING": "time.sleep(60)",
-        "AT": "cache.FORK_WAIT = 0.1",
-        "AFTER": "os.execv(sys.executable, ['x', '-c', 'import os; print(os.wait()[1])'])",
-    },
+COMPILER = """
+from cutlass import cute
+real = cute.compile
+
+def compiled(*arguments, **named):
+    compiling.set()
+    return real(*arguments, **named)
+
+cute.compile = compiled
+"""
+
+REFUSED = "this process was forked while a thread was compiling a kernel, for more than 0.1 seconds"
+
+FORKS_AT = {
+    "the fork waits": (STUBBED.replace("@DURING@", "pass"), "20", 0),
+    "it waits no longer": (STUBBED.replace("@DURING@", "forking.wait(60)"), "0.1", 2),
+    "the fork waits for the compiler itself": (COMPILER, "20", 0),
+    "it waits no longer for the compiler itself": (COMPILER, "0.1", 2),
 }
 
 
 @FORKS
 @pytest.mark.parametrize("when", FORKS_AT)
 def test_a_fork_while_another_thread_compiles(when: str, tmp_path: Path) -> None:
-    """Of what compiles, an import takes locks of the interpreter, too."""
+    """Of what compiles, an import takes locks of the interpreter, too. What the child cannot do, it
+    refuses: to compile, and to load what is compiled."""
     (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(0.5)\n")
-    script = FORKED
-    for name, text in FORKS_AT[when].items():
-        script = script.replace(f"@{name}@", text)
+    compiler, wait, refused = FORKS_AT[when]
+    script = FORKED.replace("@COMPILER@", compiler).replace("@WAIT@", wait)
     environment = os.environ | {
         "LINATTN_CACHE_DIR": str(tmp_path / "cache"),
         "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)]),
@@ -265,10 +286,13 @@ def test_a_fork_while_another_thread_compiles(when: str, tmp_path: Path) -> None
         capture_output=True,
         text=True,
         env=environment,
-        timeout=40,
+        timeout=60,
         check=False,
     )
-    assert (done.stdout, done.stderr, done.returncode) == ("0\n", "", 0)
+    *told, status = done.stdout.splitlines()
+    assert (status, done.stderr, done.returncode) == ("0", "", 0)
+    assert len(told) == refused
+    assert all(line.startswith(REFUSED) for line in told)
     assert list(tmp_path.glob("cache/*/*/kernel.o"))
 
 
@@ -283,7 +307,8 @@ def test_every_lock_is_renewed() -> None:
     before = dict(cache._memory)
     cache._memory["state_update", "sm_90a", CONFIG] = entry
     block = workspace._blocks.setdefault((None, 0), workspace._Block())  # type: ignore[arg-type]
-    held = [cache._memory_lock, entry._lock, block.lock, launcher._lock]
+    of_key = cache._key_locks.setdefault(("state_update", "sm_90a", None), threading.Lock())
+    held = [cache._memory_lock, of_key, entry._lock, block.lock, launcher._lock]
     for lock in held:
         lock.acquire()
     child = os.fork()
@@ -351,6 +376,72 @@ def test_forks_of_several_threads_hold_no_lock(monkeypatch: pytest.MonkeyPatch) 
     cache._after_fork()
     assert cache._compiler_lock.acquire(timeout=1)
     cache._compiler_lock.release()
+
+
+@FORKS
+def test_an_interrupt_while_a_fork_waits_is_not_lost() -> None:
+    """The interpreter drops what a function that it calls before a fork raises."""
+    script = (
+        "import os, signal, threading, time, warnings\n"
+        "warnings.simplefilter('ignore')\n"
+        "from linattn.host import cache\n"
+        "holding, done = threading.Event(), threading.Event()\n"
+        "def compiles():\n"
+        "    with cache._compiler_lock:\n"
+        "        holding.set()\n"
+        "        done.wait(30)\n"
+        "threading.Thread(target=compiles).start()\n"
+        "holding.wait()\n"
+        "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "begun = time.monotonic()\n"
+        "try:\n"
+        "    if os.fork() == 0: os._exit(0)\n"
+        "    time.sleep(20)\n"
+        "except KeyboardInterrupt:\n"
+        "    print(time.monotonic() - begun)\n"
+        "finally:\n"
+        "    done.set()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.stderr == ""
+    assert float(done.stdout) < 10
+
+
+@FORKS
+def test_what_loads_has_the_compiler_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading is the compiler's work, too."""
+    monkeypatch.setattr(cache, "load_function", lambda path, symbol: print)
+    entry = cache.Loaded(
+        cache.key(UPDATE, "sm_90a", CONFIG), Path(), "x", {cache.OBJECT: b"object"}
+    )
+    loads = threading.Thread(target=lambda: entry.function)
+    with cache._compiler_lock:
+        loads.start()
+        loads.join(0.2)
+        assert loads.is_alive()
+    loads.join(30)
+    assert entry.function is print
+
+
+@FORKS
+def test_a_file_lock_ends_with_the_compilation(
+    builds: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a process that was forked meanwhile, without Python's knowledge, has it open."""
+    stub, copies = build.build, []
+
+    def forks(*arguments: Any) -> Any:
+        copies.extend(os.dup(lock.fileno()) for lock in cache._lock_files)
+        return stub(*arguments)
+
+    monkeypatch.setattr(build, "build", forks)
+    path = get().path
+    assert len(copies) == 1
+    with open(path.with_name(path.name + ".lock")) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(copies[0])
 
 
 @FORKS

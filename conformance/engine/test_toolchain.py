@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,7 +77,15 @@ def test_what_changes_no_code_changes_no_key(monkeypatch: pytest.MonkeyPatch) ->
     usual = folder(monkeypatch)
     harmless = compat.settings(affecting=False)
     assert len(harmless) > 10
-    for name in (*harmless, "CUTE_DSL_KEEP", "CUTE_DSL_LIBS", "LINATTN_CHECKED", "TMPDIR"):
+    kept = [f"CUTE_DSL_KEEP{what}" for what in ("", "_CUBIN", "_IR", "_PTX", "_SASS")]
+    for name in (
+        *harmless,
+        *kept,
+        "CUTE_DSL_LIBS",
+        "CUTE_DSL_LOG_AUTOTUNE",
+        "LINATTN_CHECKED",
+        "TMPDIR",
+    ):
         assert folder(monkeypatch, **{name: "7"}) == usual, name
     assert folder(monkeypatch, CUTE_DSL_OF_A_LATER_VERSION="7") != usual
 
@@ -122,6 +131,32 @@ def test_the_driver_decides_on_the_toolkit(
     monkeypatch.setattr(toolchain, "_loaded", lambda: None)
     assert toolchain.toolkit() == expected
     assert expected in cache.key(UPDATE, "sm_90a", CONFIG).toolchain.split(", ")
+
+
+@pytest.mark.parametrize(
+    ("status", "version", "expected"), [(0, 12080, 12), (0, 13000, 13), (100, 0, None)]
+)
+def test_what_a_driver_supports(
+    status: int, version: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Driver:
+        def cuDriverGetVersion(self, found: Any) -> int:  # noqa: N802
+            found._obj.value = version
+            return status
+
+    monkeypatch.setattr("ctypes.CDLL", lambda name: Driver())
+    assert toolchain._driver() == expected
+
+
+@pytest.mark.parametrize("driver", [None, object()], ids=["absent", "of another kind"])
+def test_no_driver_to_ask(driver: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str) -> object:
+        if driver is None:
+            raise OSError(f"{name}: cannot open shared object file")
+        return driver
+
+    monkeypatch.setattr("ctypes.CDLL", load)
+    assert toolchain._driver() is None
 
 
 def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -180,7 +215,7 @@ def test_a_debug_build_is_not_taken_for_another(tmp_path: Path) -> None:
 
 CHANGED = """
 import os, cutlass
-os.environ["CUTE_DSL_DEBUG"] = "1"
+os.environ |= {"CUTE_DSL_DEBUG": "@", "CUTE_DSL_COMPILER_OPT": ""}
 from linattn.host import cache
 from linattn.kernels import OPERATORS
 operator = OPERATORS["state_update"]
@@ -192,14 +227,34 @@ cache.get(operator, "sm_90a", operator.kernels["sm90"].configs[0])
 @pytest.mark.parametrize(
     ("script", "variables", "told"),
     [
-        (CHANGED, {}, r"CUTE_DSL_\*: got {'CUTE_DSL_DEBUG': '1'}, expected {}, which cutlass read"),
         (
-            CHANGED,
+            CHANGED.replace("@", "1"),
+            {},
+            r"CUTE_DSL_\*: got {'CUTE_DSL_DEBUG': '1'}, expected {}, which cutlass has",
+        ),
+        (
+            CHANGED.replace("@", ""),
+            {"CUTE_DSL_COMPILER_OPT": "opt-level=0"},
+            r"got {}, expected {'CUTE_DSL_COMPILER_OPT': 'opt-level=0'}, which cutlass has",
+        ),
+        (
+            CHANGED.replace("@", "").replace(
+                "from linattn",
+                "from cutlass.cutlass_dsl import CuTeDSL\n"
+                "CuTeDSL._get_dsl().envar.enable_assertions = True\n"
+                "from linattn",
+                1,
+            ),
+            {},
+            r"got {}, expected {'CUTE_DSL_ENABLE_ASSERTIONS': '1'}, which cutlass has",
+        ),
+        (
+            CHANGED.replace("@", "1"),
             {"CUTE_DSL_DRYRUN": "1", "CUTE_DSL_DEBUG": "1"},
             "got no code, expected a kernel",
         ),
     ],
-    ids=["changed behind the import", "no code"],
+    ids=["set behind the import", "unset behind the import", "set in cutlass", "no code"],
 )
 def test_settings_that_cannot_be_followed(
     script: str, variables: dict[str, str], told: str, tmp_path: Path

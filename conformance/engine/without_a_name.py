@@ -105,7 +105,7 @@ if __name__ == "__main__":
                 check(one)
             except BaseException:
                 traceback.print_exc()
-                print(one, flush=True)
                 os._exit(1)
             os._exit(0)
-        os.waitpid(child, 0)
+        if os.waitpid(child, 0)[1]:
+            print(one, flush=True)

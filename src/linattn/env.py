@@ -102,6 +102,11 @@ HARMLESS = OVERRIDDEN | {
     "JIT_CACHE_MAX_ELEMS",
     "JIT_TIME_PROFILING",
     "KEEP",
+    "KEEP_CUBIN",
+    "KEEP_IR",
+    "KEEP_PTX",
+    "KEEP_SASS",
+    "LOG_AUTOTUNE",
     "LOG_LEVEL",
     "LOG_TO_CONSOLE",
     "LOG_TO_FILE",
@@ -115,7 +120,7 @@ HARMLESS = OVERRIDDEN | {
 may add."""
 
 _WORDS = {"true": "1", "yes": "1", "on": "1", "false": "0", "no": "0", "off": "0"}
-_DEFAULTS = {"TOLERATE_M2M": "1"}
+_DEFAULTS = {"TOLERATE_M2M": "1", "COMPILER_BACKEND": "legacy"}
 
 
 def code_settings(environment: Mapping[str, str]) -> dict[str, str]:

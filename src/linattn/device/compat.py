@@ -1,7 +1,6 @@
 """What depends on the DSL's version: names that are private or move, and what it insists on."""
 
 from cutlass import AddressSpace
-from cutlass.base_dsl.env_manager import get_str_env_var
 from cutlass.cutlass_dsl import CuTeDSL, extract_mlir_values, new_from_mlir_values
 from cutlass.memory import SmemAllocator
 
@@ -21,11 +20,13 @@ SM's memory by what the kernel asks for."""
 
 
 def settings(affecting: bool = True) -> dict[str, str]:
-    """The DSL's environment variables that decide on the code it makes, or the others, as it read
-    them when it was imported; "" for those that are unset."""
-    names = [
-        f"CUTE_DSL_{entry.source}"
-        for entry in CuTeDSL._env_class._ENV_VAR_SPEC
-        if isinstance(entry.source, str) and entry.affects_compile is affecting
-    ]
-    return {name: get_str_env_var(name) or "" for name in names}
+    """What the DSL, as it is now, has of its environment variables that decide on the code it
+    makes, or of the others; "" for those at their defaults."""
+    state, found = CuTeDSL._get_dsl().envar, {}
+    for entry in state._ENV_VAR_SPEC:
+        if isinstance(entry.source, str) and entry.affects_compile is affecting:
+            value = getattr(state, entry.attribute)
+            default = entry.default(state) if callable(entry.default) else entry.default
+            text = str(int(value) if isinstance(value, bool) else value)
+            found[f"CUTE_DSL_{entry.source}"] = "" if value == default else text
+    return found

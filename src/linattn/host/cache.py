@@ -21,6 +21,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import tempfile
 import threading
 import warnings
@@ -108,7 +109,7 @@ class Loaded:
     @property
     def function(self) -> Callable[..., Any]:
         """The compiled function; the object is loaded at the first use."""
-        with self._lock, _compiler_lock:
+        with self._lock, _compiler():
             if self._function is None:
                 # From a copy: the entry's own file may no longer be what was verified.
                 with tempfile.TemporaryDirectory(prefix="linattn-load-") as folder:
@@ -381,33 +382,61 @@ def _write_privately(cache_key: CacheKey, artifact: build.Artifact, error: OSErr
 
 
 def _build(operator: Operator, target: str, config: Any) -> build.Artifact:
-    with _compiler_lock:
+    with _compiler():
         return build.build(operator, target, config)
+
+
+@contextlib.contextmanager
+def _compiler() -> Iterator[None]:
+    """Have the DSL for oneself.
+
+    Raises:
+        RuntimeError: it is unusable, because a fork found it at work.
+    """
+    if _unusable:
+        raise RuntimeError(
+            "this process was forked while a thread was compiling a kernel, for more than "
+            f"{FORK_WAIT:g} seconds or until it was interrupted: got a compiler that waits for "
+            "that thread, expected a process that is spawned, or forked behind linattn.warm_up"
+        )
+    with _compiler_lock:
+        yield
 
 
 FORK_WAIT = 20.0
 """Seconds that ``os.fork`` waits at most for a compilation of another thread, which takes four."""
 
 _fork = threading.local()
-"""Whether the fork of a thread has the compiler's lock."""
+"""Of the fork of a thread: whether it has the compiler's lock, and whether it was interrupted."""
+
+_unusable = False
+"""Whether locks in the DSL or the interpreter belong to a thread that is not in this process."""
 
 
 def _before_fork() -> None:
     """Let a compilation end: its locks, the interpreter's own for an import among them, would stay
     taken in the new process."""
-    _fork.held = False
-    _fork.held = _compiler_lock.acquire(timeout=FORK_WAIT)
+    _fork.held = _fork.interrupted = False
+    try:
+        _fork.held = _compiler_lock.acquire(timeout=FORK_WAIT)
+    except KeyboardInterrupt:  # the interpreter drops what is raised here
+        _fork.interrupted = True
 
 
 def _after_fork() -> None:
     if getattr(_fork, "held", False):
         _fork.held = False
         _compiler_lock.release()
+    if getattr(_fork, "interrupted", False):
+        _fork.interrupted = False
+        again = (threading.main_thread().ident, signal.SIGINT)
+        threading.Timer(0.01, signal.pthread_kill, again).start()  # when the fork has returned
 
 
 def _in_child() -> None:
     """Threads that hold locks are not there, and file locks that they took are the parent's."""
-    global _memory_lock, _compiler_lock
+    global _memory_lock, _compiler_lock, _unusable
+    _unusable = _unusable or not getattr(_fork, "held", False)
     _memory_lock, _compiler_lock = threading.Lock(), threading.RLock()
     _fork.held = False
     _key_locks.clear()
