@@ -45,7 +45,7 @@ def claims(session: nox.Session, *arguments: str) -> None:
 
 def gpu_environment() -> str | None:
     """The tox environment of the first GPU of this machine, None where there is none."""
-    found = driver.capabilities()
+    found = driver.visible().capabilities
     if not found:
         return None
     return next((name for name in GPU_ENVIRONMENTS if found[0] in FAMILIES[name]), None)

@@ -18,6 +18,19 @@ settings.register_profile("long", max_examples=500, deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--and-marked", metavar="MARKEXPR", help="like -m, and holds beside the one that is given"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    both = [f"({text})" for text in (config.option.markexpr, config.option.and_marked) if text]
+    config.option.markexpr = " and ".join(both)
+    config.option.and_marked = None  # a worker of xdist takes these options over
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]

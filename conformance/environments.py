@@ -14,9 +14,9 @@ FOLDER.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -42,7 +42,7 @@ class Run:
     Attributes:
         name: of its claims file.
         arch: for ``--gpu-arch``.
-        marked: for ``-m``.
+        marked: for ``-m``, beside the user's own.
         alone: whether its tests run one behind the other.
     """
 
@@ -51,21 +51,20 @@ class Run:
     marked: str
     alone: bool = False
 
-    def command(self, folder: Path, chosen: str, arguments: Sequence[str]) -> list[str]:
-        """The command line, ``chosen`` being the user's own ``-m``."""
-        marked = f"({chosen}) and ({self.marked})" if chosen else self.marked
+    def command(self, folder: Path, arguments: Sequence[str]) -> list[str]:
+        """The command line, with the user's own arguments."""
         return [
             *(sys.executable, "-m", "pytest", f"--gpu-arch={self.arch}", "-rfE"),
             *(() if self.alone else (f"-n{workers()}", "--dist=worksteal")),
             *("--claims-report=none", f"--claims-json={folder / self.name}.json"),
+            f"--and-marked={self.marked}",
             *(arguments or ("conformance",)),
-            *("-m", marked),
         ]
 
 
 def checks() -> Iterator[list[str]]:
-    """Style, types and imports. The hooks are git's: a source distribution has ruff alone."""
-    if Path(__file__).parents[1].joinpath(".git").exists():
+    """Style, types and imports. The hooks need git and its repository, ruff does not."""
+    if Path(__file__).parents[1].joinpath(".git").exists() and shutil.which("git"):
         yield ["pre-commit", "run", "--all-files"]
     else:
         yield ["ruff", "check", "."]
@@ -93,9 +92,6 @@ def cpu(folder: Path, arguments: Sequence[str]) -> int:
         status = subprocess.run(check, check=False).returncode
         if status:
             return status
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("-m", default="")
-    chosen, others = parser.parse_known_args(arguments)
     statuses, files = [], []
     if arguments:  # what a whole run has shown stays
         folder = folder / "selected"
@@ -103,7 +99,7 @@ def cpu(folder: Path, arguments: Sequence[str]) -> int:
     for run in CPU:
         file = folder / f"{run.name}.json"
         file.unlink(missing_ok=True)
-        command = run.command(folder, chosen.m, others)
+        command = run.command(folder, arguments)
         print(f"\n{run.name}: pytest {' '.join(command[3:])}", flush=True)
         statuses.append(subprocess.run(command, check=False).returncode)
         if statuses[-1] != NOTHING_SELECTED and file.is_file():
@@ -113,12 +109,13 @@ def cpu(folder: Path, arguments: Sequence[str]) -> int:
         verdict = [sys.executable, "-m", "pytest_kernel_claims.claims", "verdict", *files]
         statuses.append(subprocess.run(verdict, check=False).returncode)
         print("claims files:", *files)
-    return combined(statuses)
+    return combined(statuses, selected=bool(arguments))
 
 
-def combined(statuses: Sequence[int]) -> int:
-    """The first failure; a run that had nothing to do is none, unless that is true of all."""
-    found = [status for status in statuses if status != NOTHING_SELECTED]
+def combined(statuses: Sequence[int], selected: bool) -> int:
+    """The first failure; of a selection, a run that had nothing to do is none, unless that is true
+    of all."""
+    found = [status for status in statuses if status != NOTHING_SELECTED or not selected]
     return next(filter(None, found), 0) if found else NOTHING_SELECTED
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,8 @@ from typing import Any
 import pytest
 
 from pytest_kernel_claims import driver
+
+from .conftest import Suite
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "conformance"))
@@ -54,6 +58,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Any:
     return start
 
 
+def and_marked(command: list[str]) -> str:
+    (found,) = [word for word in command if word.startswith("--and-marked=")]
+    return found.removeprefix("--and-marked=")
+
+
 def test_cpu_checks_and_runs_and_judges(started: Any, tmp_path: Path) -> None:
     runs = started()
     assert environments.cpu(tmp_path, []) == 0
@@ -69,8 +78,7 @@ def test_cpu_checks_and_runs_and_judges(started: Any, tmp_path: Path) -> None:
     timed = [any(word.startswith("-n") for word in command) for command in tests]
     assert timed == [True, False, True]
     assert all("conformance" in command for command in tests)
-    marked = [command[command.index("-m", 3) + 1] for command in tests]
-    assert marked == ["not perf", "perf", "sm100 and not perf"]
+    assert [and_marked(command) for command in tests] == ["not perf", "perf", "sm100 and not perf"]
     assert runs.commands[-1][-3:] == [
         str(tmp_path / f"{run.name}.json") for run in environments.CPU
     ]
@@ -98,27 +106,58 @@ def test_cpu_stops_at_a_check_that_fails(started: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "marked", "rest"),
+    "arguments",
     [
-        (["conformance/plugin"], "not perf", ["conformance/plugin"]),
-        (["-k", "a or b"], "not perf", ["-k", "a or b"]),
-        (["-m", "bitwise or x", "a.py"], "(bitwise or x) and (not perf)", ["a.py"]),
-        (["-mbitwise", "a.py"], "(bitwise) and (not perf)", ["a.py"]),
-        (["-x", "--maxfail=2", "a.py::b[c-d]"], "not perf", ["-x", "--maxfail=2", "a.py::b[c-d]"]),
+        ["conformance/plugin"],
+        ["-k", "a or b"],
+        ["-xm", "bitwise or x", "a.py"],
+        ["-x", "--maxfail=2", "a.py::b[c-d]"],
     ],
+    ids=" ".join,
 )
-def test_arguments_hold_in_every_run(
-    started: Any, tmp_path: Path, arguments: list[str], marked: str, rest: list[str]
-) -> None:
+def test_arguments_hold_in_every_run(started: Any, tmp_path: Path, arguments: list[str]) -> None:
     runs = started()
     environments.cpu(tmp_path, arguments)
     tests = runs.of("pytest")
     assert len(tests) == len(runs.commands) - 1 == 3
     for command in tests:
-        at = command.index(rest[0])
-        assert command[at : at + len(rest)] == rest
+        assert command[-len(arguments) :] == arguments
         assert "conformance" not in command
-    assert tests[0][-1] == marked
+
+
+MARKED = """
+import pytest
+@pytest.mark.perf
+@pytest.mark.sm90
+def test_timed(): pass
+@pytest.mark.sm90
+def test_bits(): pass
+@pytest.mark.sm100
+def test_other(): pass
+"""
+
+
+@pytest.mark.parametrize("workers", [(), ("-n1",)], ids=["here", "in a worker"])
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--and-marked=not perf", "-xm", "sm90 or sm100"], {"bits", "other"}),
+        (["--and-marked=not perf or sm100", "-m", "sm90"], {"bits"}),
+        (["--and-marked=perf", "-msm90"], {"timed"}),
+        (["--and-marked=perf"], {"timed"}),
+        (["-m", "not perf"], {"bits", "other"}),
+        ([], {"timed", "bits", "other"}),
+    ],
+)
+def test_marks_that_hold_beside_those_given(
+    suite: Suite, workers: tuple[str, ...], arguments: list[str], expected: set[str]
+) -> None:
+    pytest.importorskip("xdist")
+    own = (ROOT / "conformance" / "conftest.py").read_text()
+    hooks = own[own.index("def pytest_addoption") : own.index("@pytest.hookimpl(wrapper")]
+    suite.pytester.makeconftest(f"import pytest\n{hooks}")
+    result = suite.write(MARKED).run("-v", *workers, *arguments)
+    assert set(re.findall("test_it.py::test_([a-z]+)", result.stdout.str())) == expected
 
 
 @pytest.mark.parametrize(
@@ -139,6 +178,65 @@ def test_runs_without_tests_do_not_count(
     assert environments.cpu(tmp_path, ["some.py"]) == status
     verdicts = runs.of("verdict")
     assert [len(command[4:]) for command in verdicts] == ([judged] if judged else [])
+
+
+@pytest.mark.parametrize("empty", range(3))
+def test_a_whole_run_without_tests_is_a_failure(started: Any, tmp_path: Path, empty: int) -> None:
+    checks = [0] * len(list(environments.checks()))
+    statuses = [0] * 3
+    statuses[empty] = 5
+    started(*checks, *statuses)
+    assert environments.main(["cpu", str(tmp_path)]) == 5
+
+
+@pytest.mark.parametrize("there", ["git", "repository"])
+def test_without_git_the_style_is_checked_all_the_same(
+    there: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = list(environments.checks())
+    if there == "git":
+        monkeypatch.setattr(Path, "exists", lambda path: False)
+    else:
+        monkeypatch.setattr(environments.shutil, "which", lambda name: None)
+    found = list(environments.checks())
+    assert found[:2] == [["ruff", "check", "."], ["ruff", "format", "--check", "."]]
+    assert found[2:] == whole[-2:]
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="the hooks need git")
+@pytest.mark.parametrize(
+    ("text", "hook"),
+    [
+        ("one = 1 \n", "no trailing whitespace"),
+        ("one = 1\r\n", "no trailing whitespace"),
+        ("one = 1", "files end with one newline"),
+        ("one = 1\n\n", "files end with one newline"),
+        ("one  = 1\n", "ruff format"),
+        ("import os\n", "ruff check"),
+        ("one = 1\n" * 20_000, "no large files"),
+        ("one = 1\n", ""),
+        ("", ""),
+    ],
+)
+def test_hooks_find_and_change_nothing(text: str, hook: str, tmp_path: Path) -> None:
+    pytest.importorskip("pre_commit")
+    (tmp_path / "it.py").write_bytes(text.encode())
+    shutil.copy(ROOT / ".pre-commit-config.yaml", tmp_path)
+
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
+        known = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
+        known["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), known["PATH"]])
+        return subprocess.run(
+            command, cwd=tmp_path, env=known, capture_output=True, text=True, check=False
+        )
+
+    assert run("git", "init", "-q").returncode == 0
+    assert run("git", "add", ".").returncode == 0
+    done = run(sys.executable, "-m", "pre_commit", "run", "--all-files")
+    failed = re.findall(r"^(\S.*?)\.+Failed", done.stdout, re.MULTILINE)
+    assert hook in failed if hook else not failed, done.stdout
+    assert done.returncode == bool(hook)
+    assert (tmp_path / "it.py").read_bytes() == text.encode()
 
 
 # ---------------------------------------------------------------------------------------------
@@ -203,13 +301,15 @@ def test_a_demo_hides_no_failure(tmp_path: Path, outcome: str) -> None:
 @pytest.mark.parametrize(
     ("name", "found", "told"),
     [
-        ("sm90", None, r"compute capability 9\.0; here: no NVIDIA driver\. Nothing was installed"),
-        ("sm100", [], r"capability 10\.0 or 10\.3; here: a driver and no visible GPU"),
+        ("sm90", [], r"9\.0; here: none at all\. Nothing was installed\. .*tox -e cpu"),
+        ("sm100", [], r"capability 10\.0 or 10\.3; here: none at all"),
         ("sm100-memcheck", [(9, 0)], r"10\.3; here: GPUs of compute capability 9\.0"),
         ("sm90-peers", [(10, 0), (10, 3)], r"here: GPUs of compute capability 10\.0, 10\.3"),
-        ("sm90", [(10, 0), (9, 0)], None),
+        ("sm90", [(10, 0), (8, 0), (9, 0)], r"9\.0\. .* first one: set CUDA_VISIBLE_DEVICES=2"),
+        ("sm90", [(9, 0), (10, 0)], None),
         ("sm100", [(10, 3)], None),
         ("cpu", None, None),
+        (".pkg", None, None),
         ("emulated-memcheck", None, None),
     ],
 )
@@ -226,7 +326,12 @@ def test_a_gpu_is_looked_for_before_anything_is_installed(
             pass
 
     Environment.conf.name = name  # type: ignore[attr-defined]
-    monkeypatch.setattr(driver, "capabilities", lambda: found)
+
+    def visible() -> driver.Visible:
+        assert found is not None, "the driver was asked"
+        return driver.Visible(tuple(found), "none at all")
+
+    monkeypatch.setattr(driver, "visible", visible)
     if told is None:
         toxfile.tox_on_install(Environment, [], "testenv", "deps")
     else:
@@ -234,7 +339,49 @@ def test_a_gpu_is_looked_for_before_anything_is_installed(
             toxfile.tox_on_install(Environment, [], "testenv", "deps")
 
 
-@pytest.mark.skipif(bool(driver.capabilities()), reason="there is a GPU here")
+class Library:
+    """A driver: what its calls return, and what they find."""
+
+    def __init__(self, status: int, *found: tuple[int, int]) -> None:
+        self._status, self._found = status, found
+
+    def cuInit(self, flags: int) -> int:  # noqa: N802
+        return self._status
+
+    def cuDeviceGetCount(self, count: Any) -> int:  # noqa: N802
+        count._obj.value = len(self._found)
+        return 0
+
+    def cuDeviceGetAttribute(self, value: Any, attribute: int, device: int) -> int:  # noqa: N802
+        value._obj.value = self._found[device][attribute - 75]
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("library", "told"),
+    [
+        (None, "no NVIDIA driver"),
+        (object(), "no NVIDIA driver"),
+        (Library(100), "a driver and no visible GPU"),
+        (Library(0), "a driver and no visible GPU"),
+        (Library(803, (9, 0)), "an NVIDIA driver that cannot be used (CUDA error 803)"),
+        (Library(0, (9, 0), (10, 3)), "GPUs of compute capability 9.0, 10.3"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_a_driver_says(library: Any, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str) -> Any:
+        if library is None:
+            raise OSError(f"{name}: cannot open shared object file")
+        return library
+
+    monkeypatch.setattr("ctypes.CDLL", load)
+    found = driver.visible()
+    assert str(found) == told
+    assert bool(found.capabilities) is told.startswith("GPUs")
+
+
+@pytest.mark.skipif(bool(driver.visible().capabilities), reason="there is a GPU here")
 def test_tox_installs_nothing_without_a_gpu(tmp_path: Path) -> None:
     pytest.importorskip("tox")
     done = subprocess.run(

@@ -160,3 +160,29 @@ def test_runs_with_other_rows_leave_no_negative_number() -> None:
 
     (claim,) = verdict.together([run("a", "b", deselected=0), run("c", deselected=1)])
     assert (claim.verdict, claim.selected, claim.deselected) == ("verified", 3, 0)
+
+
+def test_what_a_run_did_not_come_to_was_not_left_out() -> None:
+    def run(selected: int, deselected: int, *tests: str) -> dict[str, Any]:
+        rows = {test: {"outcome": "passed", "reason": ""} for test in tests}
+        counts = {"selected": selected, "deselected": deselected}
+        return {"claims": {"A": {"text": "t", "arches": [], "tests": rows, **counts}}}
+
+    crashed = run(5, 5, "a", "b")
+    (claim,) = verdict.together([crashed, run(5, 5, "f", "g", "h", "i", "j")])
+    assert (claim.verdict, claim.selected, claim.deselected) == ("partial", 10, 0)
+    assert claim.reasons() == {"the run ended before all its tests had run": set()}
+    (claim,) = verdict.together([crashed, run(10, 0, *"abcdefghij")])
+    assert (claim.verdict, claim.selected, claim.deselected) == ("verified", 10, 0)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_gap_has_the_reason_of_the_fitting_gpu(order: int) -> None:
+    def run(family: str, reason: str) -> dict[str, Any]:
+        row = {"outcome": "skipped", "reason": reason, **({"family": family} if family else {})}
+        counts = {"selected": 1, "deselected": 0}
+        return {"claims": {"A": {"text": "t", "arches": ["sm100"], "tests": {"x": row}, **counts}}}
+
+    both = [run("", "needs sm100; emulated here: sm90"), run("sm100", "too large to emulate")]
+    (claim,) = verdict.together(both[::order])
+    assert claim.reasons() == {"too large to emulate": {"x"}}

@@ -32,8 +32,8 @@ class Statistics:
 
 
 class Device:
-    """`checks`, `seed` and `holes` as in `machine.Machine`. `unit_limit`: instructions that a unit
-    may run in the launch in progress.
+    """`checks`, `seed` and `holes` as in `machine.Machine`. `budget`: of the launch in progress;
+    `unit_limit`: instructions that a unit may run in it.
     """
 
     def __init__(self, checks: frozenset[str], seed: int | None, holes: bool) -> None:
@@ -43,7 +43,7 @@ class Device:
         self.schedule = Schedule(self.progress, seed)
         self.statistics = Statistics()
         self.findings: Counter[Finding] = Counter()
-        self.unit_limit = 0
+        self.budget = self.unit_limit = 0
         self._module: dict[str, tuple[int, np.ndarray]] = {}
 
     def module_address(self, name: str) -> int:

@@ -102,9 +102,9 @@ class Result:
 class Options:
     """How to run. `checks`: names out of `CHECKS`; bounds and alignment are enforced in any case,
     since the memory is the host's. `seed`: None for the deterministic schedule, a number for an
-    adversarial one. `budget`: warp instructions of one launch. `holes`: also refuse accesses
-    between the elements of strided tensors. `collect`: return findings instead of raising
-    `CheckFailure`.
+    adversarial one. `budget`: warp instructions of one launch, looked at where a warp jumps.
+    `holes`: also refuse accesses between the elements of strided tensors. `collect`: return
+    findings instead of raising `CheckFailure`.
     """
 
     checks: frozenset[str] = frozenset(CHECKS)

@@ -72,6 +72,7 @@ class Machine:
         for seen in observers:
             seen(kernel.target)
         self.device.memory.map([*buffers, *self.device.module_buffers(kernel)])
+        self.device.budget = self.budget
         self.device.unit_limit = max(1, self.budget // max(1, launch.threads // 32))
         with np.errstate(all="ignore"):
             for origin in _origins(launch):

@@ -124,7 +124,8 @@ class Unit(MemoryOps, WarpOps, CopyOps, TmemOps):
     def _exhausted(self) -> None:
         raise Fault(
             "synccheck",
-            f"instruction budget exhausted: {self.executed} instructions in one warpgroup. "
+            f"instruction budget exhausted: {self.executed} instructions in one warpgroup, of "
+            f"{self.device.budget} warp instructions of the launch. "
             "An endless loop, or a wait for another cluster: clusters run one after the other",
         )
 

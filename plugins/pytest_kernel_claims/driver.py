@@ -7,36 +7,42 @@ a checkout.
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 
 from pytest_kernel_claims import Capability
 
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
+_NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 
 
-def capabilities() -> list[Capability] | None:
-    """Compute capabilities of the visible GPUs; None where there is no driver to ask.
+@dataclass(frozen=True)
+class Visible:
+    """Compute capabilities of the visible GPUs, in the driver's order, which is torch's; and why
+    there are none."""
 
-    ``CUDA_VISIBLE_DEVICES`` hides GPUs here as it does from torch.
-    """
+    capabilities: tuple[Capability, ...] = ()
+    absence: str = ""
+
+    def __str__(self) -> str:
+        names = ", ".join(f"{major}.{minor}" for major, minor in self.capabilities)
+        return f"GPUs of compute capability {names}" if names else self.absence
+
+
+def visible() -> Visible:
+    """Ask the driver. ``CUDA_VISIBLE_DEVICES`` hides GPUs here as it does from torch."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-        count = ctypes.c_int(0)
-        if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
-            return []  # such as CUDA_ERROR_NO_DEVICE
+        start, count = driver.cuInit, ctypes.c_int(0)
     except (OSError, AttributeError):
-        return None
-    return [(_ask(driver, _MAJOR, i), _ask(driver, _MINOR, i)) for i in range(count.value)]
+        return Visible(absence="no NVIDIA driver")
+    status = start(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    if status not in (0, _NO_DEVICE):
+        return Visible(absence=f"an NVIDIA driver that cannot be used (CUDA error {status})")
+    found = tuple((_ask(driver, _MAJOR, i), _ask(driver, _MINOR, i)) for i in range(count.value))
+    return Visible(found, "" if found else "a driver and no visible GPU")
 
 
 def _ask(driver: ctypes.CDLL, attribute: int, device: int) -> int:
     value = ctypes.c_int(0)
     driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
     return value.value
-
-
-def described(found: list[Capability] | None) -> str:
-    """What ``capabilities`` found, in words."""
-    if found is None:
-        return "no NVIDIA driver"
-    names = ", ".join(f"{major}.{minor}" for major, minor in found)
-    return f"GPUs of compute capability {names}" if found else "a driver and no visible GPU"

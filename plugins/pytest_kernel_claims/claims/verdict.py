@@ -26,29 +26,36 @@ def together(runs: Iterable[dict[str, Any]]) -> list[Claim]:
     """The claims of several runs, each with all the tests that any run has of it."""
     claims: dict[str, Claim] = {}
     sizes: dict[str, int] = {}
+    never_run: Counter[str] = Counter()
     for run in runs:
         for key, entry in run["claims"].items():
             claim = claims.setdefault(key, Claim(key, entry["text"]))
             claim.arches.update(entry["arches"])
             for test, row in entry["tests"].items():
-                _take(claim.rows.setdefault(test, Row()), row["outcome"], row["reason"])
+                _take(claim.rows.setdefault(test, Row()), row)
+            never_run[key] = max(never_run[key], entry["selected"] - len(entry["tests"]))
             sizes[key] = max(sizes.get(key, 0), entry["selected"] + entry["deselected"])
             claim.selected = max(claim.selected, entry["selected"])
     for key, claim in claims.items():
-        claim.selected = max(claim.selected, len(claim.rows))
+        known = min(len(claim.rows) + never_run[key], sizes[key])
+        claim.selected = max(claim.selected, known, len(claim.rows))
         claim.deselected = max(0, sizes[key] - claim.selected)
     _judge_sets(runs, claims)
     return list(claims.values())
 
 
-def _take(known: Row, outcome: str, reason: str) -> None:
+def _take(known: Row, row: dict[str, Any]) -> None:
     """Bring a test's outcome of one more run."""
-    if known.outcome not in FAILED and (
-        outcome in FAILED
-        or (outcome == "passed" and known.outcome != "passed")
-        or known.outcome == "not run"
-    ):
-        known.outcome, known.reason = outcome, reason
+    one = Row(row["outcome"], row["reason"], family=row.get("family", ""))
+    if _weight(one) > _weight(known):
+        known.outcome, known.reason, known.family = one.outcome, one.reason, one.family
+
+
+def _weight(row: Row) -> tuple[int, bool]:
+    """Of two outcomes of a test, which counts; of two that say nothing, that of a run on a GPU that
+    the test is for, which says why it was left out there."""
+    order = ("not run", "other", "passed", "failed", "error")
+    return order.index(row.outcome if row.outcome in order else "other"), bool(row.family)
 
 
 def _judge_sets(runs: Iterable[dict[str, Any]], claims: dict[str, Claim]) -> None:
