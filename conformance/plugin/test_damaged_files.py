@@ -40,7 +40,9 @@ RUN: dict[str, Any] = {
             "verdict": "verified",
             "selected": 1,
             "deselected": 0,
+            "whole": True,
             "counts": {"passed": 1},
+            "tests": {TEST: {"outcome": "passed", "reason": ""}},
         }
     },
     "timings": {TEST: record(10, 40)},
@@ -62,8 +64,8 @@ EVIDENCE["exitstatus"] = 0
 EVIDENCE["claims"]["G1"] |= {
     "kinds": ["perf"],
     "ratio_sets": ["pairs"],
-    "tests": {TEST: {"outcome": "passed", "reason": "", "measured": [FIGURE]}},
 }
+EVIDENCE["claims"]["G1"]["tests"][TEST]["measured"] = [FIGURE]
 EVIDENCE["timings"][TEST] |= {
     "protocol": figures.PROTOCOL,
     "group": "group",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -12,10 +12,28 @@ from pytest_kernel_claims.claims import merge
 from pytest_kernel_claims.claims.__main__ import main
 from pytest_kernel_claims.claims.model import SCHEMA
 
-if TYPE_CHECKING:
-    pass
-
 pytestmark = pytest.mark.claim("PLUGIN-CLAIMS", "a claim is verified only when all of it was shown")
+
+
+def entry(text: str, verdict: str, arches: list[str]) -> dict[str, Any]:
+    """A claim of three tests."""
+    first, others = {
+        "verified": ("passed", "passed"),
+        "failed": ("failed", "passed"),
+        "partial": ("skipped", "passed"),
+        "not run": ("skipped", "skipped"),
+    }[verdict]
+    rows = {"a": first, "b": others, "c": others}
+    return {
+        "text": text,
+        "arches": arches,
+        "verdict": verdict,
+        "selected": 3,
+        "deselected": 0,
+        "whole": True,
+        "counts": {"passed": [first, others, others].count("passed")},
+        "tests": {test: {"outcome": outcome, "reason": ""} for test, outcome in rows.items()},
+    }
 
 
 def run_file(path: Path, where: str, **verdicts: str) -> str:
@@ -26,14 +44,7 @@ def run_file(path: Path, where: str, **verdicts: str) -> str:
         "cpu": {"gpu": None, "emulator": None},
     }
     found = {
-        key: {
-            "text": f"text of {key} | bar",
-            "arches": ["sm90"] * key.startswith("G"),
-            "verdict": verdict,
-            "selected": 3,
-            "deselected": 0,
-            "counts": {"passed": 3 * (verdict == "verified")},
-        }
+        key: entry(f"text of {key} | bar", verdict, ["sm90"] * key.startswith("G"))
         for key, verdict in verdicts.items()
     }
     about = {"commit": "0123456789abcdef", "dirty": True, "torch": "2.11", "cutlass_dsl": "4.8.1"}
@@ -70,8 +81,9 @@ def test_merge_sets_machines_side_by_side(
     ("verdicts", "cell"),
     [
         (["verified", "not run"], "verified 3/3"),
-        (["verified", "partial"], "partial 0/3"),
-        (["verified", "failed", "partial"], "failed 0/3"),
+        (["verified", "partial"], "verified 3/3"),
+        (["not run", "partial"], "partial 2/3"),
+        (["verified", "failed", "partial"], "failed 2/3"),
     ],
 )
 def test_runs_on_one_gpu_share_a_column(tmp_path: Path, verdicts: list[str], cell: str) -> None:
@@ -187,17 +199,7 @@ def test_a_failure_is_told_before_what_another_machine_verified() -> None:
     from pytest_kernel_claims.claims import summary
 
     def run(machine: str, **verdicts: str) -> dict[str, Any]:
-        claims = {
-            key: {
-                "text": "t",
-                "verdict": verdict,
-                "arches": ["sm90"],
-                "counts": {"passed": 1},
-                "selected": 1,
-                "deselected": 0,
-            }
-            for key, verdict in verdicts.items()
-        }
+        claims = {key: entry("t", verdict, ["sm90"]) for key, verdict in verdicts.items()}
         gpu = None if machine == "emulated" else {"name": machine, "sm": "sm90", "driver": "1"}
         emulator = {"sm": ["sm90"]} if gpu is None else None
         about = {"commit": None, "dirty": None, "torch": "2", "cutlass_dsl": "4", "file": machine}

@@ -148,6 +148,7 @@ def test_what_is_not_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         "verdict": "verified",
         "selected": 1,
         "deselected": 0,
+        "whole": True,
         "counts": {"passed": 1},
         "tests": {},
     }

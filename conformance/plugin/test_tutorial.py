@@ -90,7 +90,7 @@ def test_the_tutorial(tmp_path: Path) -> None:
         lines = [f"*{line.strip()}*" for line in text.splitlines()[1:]]
         pytest.LineMatcher(output.splitlines()).fnmatch_lines(lines)
         commands += 1
-    assert commands == 9
+    assert commands == 13
 
 
 def test_a_changed_page_would_be_noticed(tmp_path: Path) -> None:

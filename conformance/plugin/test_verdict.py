@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from pytest_kernel_claims import arch
-from pytest_kernel_claims.claims import verdict
+from pytest_kernel_claims.claims import union
 from pytest_kernel_claims.claims.__main__ import main
 
 from .conftest import Suite
 
 pytestmark = pytest.mark.claim("PLUGIN-VERDICT", "runs taken together hide no failure and no gap")
+
+WHEN = "2026-12-01T10:00:00+00:00"
 
 BOTH = """
 import pytest
@@ -103,12 +105,16 @@ def test_what_every_run_left_out_is_a_gap(suite: Suite, capsys: pytest.CaptureFi
     for name, chosen in (("one", "test_hopper"), ("two", "test_one and not 3")):
         suite.run(f"--claims-json={name}.json", "-k", chosen)
     one, two = (str(suite.pytester.path / f"{name}.json") for name in ("one", "two"))
-    gap = "  left out by every run: 1 test of BOTH"
-    assert told(capsys, one)[1][1:] == ["1 claim: 1 verified", gap]
+    gap = "left out by this selection"
+    assert told(capsys, one)[1][1:] == [
+        "1 claim: 1 partial",
+        "not shown by this run:",
+        f"  1 test of 1 claim: {gap} [BOTH]",
+    ]
     assert told(capsys, one, two)[1][1:] == [
-        "2 claims: 2 verified",
-        gap,
-        "  left out by every run: 1 test of HOPPER",
+        "2 claims: 2 partial",
+        "not shown by this run:",
+        f"  2 tests of 2 claims: {gap} [BOTH HOPPER]",
     ]
     suite.on("b200").run("--claims-json=three.json", "-k", "test_blackwell")
     three = str(suite.pytester.path / "three.json")
@@ -135,54 +141,64 @@ def test_a_set_of_ratios_that_failed_in_a_run_stays(complete: bool) -> None:
     def run(*ratios: float | None) -> dict[str, Any]:
         rows = {f"test_it.py::test_row[{number}]": ratio for number, ratio in enumerate(ratios)}
         tests = {test: {"outcome": "passed", "reason": ""} for test in rows}
-        counts = {"selected": len(rows), "deselected": 0}
         limits = {"rows": 2, "worst": 1.0, "geomean": None}
         return {
             "claims": {
-                "R": {"text": "t", "arches": [], "tests": tests, "ratio_sets": ["s"], **counts}
+                "R": {"text": "t", "arches": [], "tests": tests, "ratio_sets": ["s"], "whole": True}
             },
+            "when": WHEN,
             "ratio_sets": {"s": {"limits": limits, "ratios": rows}},
         }
 
     good, bad = run(0.5, 0.5), run(0.5, 2.0) if complete else run(2.0, None)
     for order in ([good, bad], [bad, good]):
-        (claim,) = verdict.together(order)
+        (claim,) = union.together(order)
         assert claim.verdict == "failed"
-    (claim,) = verdict.together([run(0.5, None), good])
+    (claim,) = union.together([run(0.5, None), good])
     assert claim.verdict == "verified"
 
 
-def test_runs_with_other_rows_leave_no_negative_number() -> None:
-    def run(*tests: str, deselected: int) -> dict[str, Any]:
-        rows = {test: {"outcome": "passed", "reason": ""} for test in tests}
-        counts = {"selected": len(rows), "deselected": deselected}
-        return {"claims": {"A": {"text": "t", "arches": [], "tests": rows, **counts}}}
-
-    (claim,) = verdict.together([run("a", "b", deselected=0), run("c", deselected=1)])
-    assert (claim.verdict, claim.selected, claim.deselected) == ("verified", 3, 0)
+def of(*tests: str, day: int = 1, whole: bool = True, left_out: str = "", **rows: str) -> Any:
+    """A run with a claim A, whose tests passed but for ``rows``."""
+    outcomes = dict.fromkeys(tests, "passed") | rows
+    found = {test: {"outcome": outcome, "reason": ""} for test, outcome in outcomes.items()}
+    claim = {"text": "t", "arches": [], "tests": found, "whole": whole, "left_out": [*left_out]}
+    return {"claims": {"A": claim}, "when": WHEN.replace("01T", f"0{day}T")}
 
 
-def test_what_a_run_did_not_come_to_was_not_left_out() -> None:
-    def run(selected: int, deselected: int, *tests: str) -> dict[str, Any]:
-        rows = {test: {"outcome": "passed", "reason": ""} for test in tests}
-        counts = {"selected": selected, "deselected": deselected}
-        return {"claims": {"A": {"text": "t", "arches": [], "tests": rows, **counts}}}
-
-    crashed = run(5, 5, "a", "b")
-    (claim,) = verdict.together([crashed, run(5, 5, "f", "g", "h", "i", "j")])
-    assert (claim.verdict, claim.selected, claim.deselected) == ("partial", 10, 0)
-    assert claim.reasons() == {"the run ended before all its tests had run": set()}
-    (claim,) = verdict.together([crashed, run(10, 0, *"abcdefghij")])
-    assert (claim.verdict, claim.selected, claim.deselected) == ("verified", 10, 0)
+@pytest.mark.parametrize(
+    ("runs", "verdict", "selected", "deselected"),
+    [
+        ([of("a", left_out="b"), of("b", left_out="a")], "verified", 2, 0),
+        ([of("a", left_out="b"), of("a", left_out="b")], "partial", 1, 1),
+        ([of("a", whole=False), of("b", whole=False)], "partial", 2, 0),
+        ([of("a", whole=False), of("b", left_out="a")], "verified", 2, 0),
+        # It crashed before it came to three tests; those that it left out ran in the other one.
+        ([of(*"ab", **dict.fromkeys("cde", "not run"), left_out="f"), of("f", left_out="abcde")],
+         "partial", 6, 0),
+        ([of(*"ab", **dict.fromkeys("cde", "not run")), of(*"abcde")], "verified", 5, 0),
+        # Tests that are no more do not count, but for what failed; new ones do.
+        ([of("a", old="skipped"), of("a", day=2)], "verified", 1, 0),
+        ([of("a", old="failed"), of("a", day=2)], "failed", 2, 0),
+        ([of("a"), of("a", left_out="n", day=2)], "partial", 1, 1),
+        ([of("a"), of("a", new="skipped", day=2, whole=False)], "partial", 2, 0),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("order", [1, -1])
+def test_all_tests_that_any_run_has(
+    runs: list[Any], verdict: str, selected: int, deselected: int, order: int
+) -> None:
+    (claim,) = union.together(runs[::order])
+    assert (claim.verdict, claim.selected, len(claim.left_out)) == (verdict, selected, deselected)
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_gap_has_the_reason_of_the_fitting_gpu(order: int) -> None:
     def run(family: str, reason: str) -> dict[str, Any]:
         row = {"outcome": "skipped", "reason": reason, **({"family": family} if family else {})}
-        counts = {"selected": 1, "deselected": 0}
-        return {"claims": {"A": {"text": "t", "arches": ["sm100"], "tests": {"x": row}, **counts}}}
+        claim = {"text": "t", "arches": ["sm100"], "tests": {"x": row}, "whole": True}
+        return {"claims": {"A": claim}, "when": WHEN}
 
     both = [run("", "needs sm100; emulated here: sm90"), run("sm100", "too large to emulate")]
-    (claim,) = verdict.together(both[::order])
+    (claim,) = union.together(both[::order])
     assert claim.reasons() == {"too large to emulate": {"x"}}

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_kernel_claims import arch
-from pytest_kernel_claims.claims import properties
-from pytest_kernel_claims.claims.collector import Collector
+from pytest_kernel_claims.claims import properties, selection
+from pytest_kernel_claims.claims.collector import COLLECTION, Collector
 
 if TYPE_CHECKING:
     import torch
@@ -95,6 +95,12 @@ def _add_options(group: pytest.OptionGroup) -> None:
         default="table",
         help="what of the claims is told when the run ends: 'none' leaves it to whoever reads the "
         "file of --claims-json",
+    )
+    group.addoption(
+        "--claims-index",
+        metavar="FILE",
+        help="all tests of each claim (python -m pytest_kernel_claims.claims index FILE), for a "
+        "run that collects a part of the suite",
     )
     group.addoption(
         "--require-claims",
@@ -192,14 +198,20 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     return f"kernel claims: --gpu-arch={config.getoption('gpu_arch')}; {arch.machine(config)}"
 
 
-def pytest_deselected(items: list[pytest.Item]) -> None:
-    properties.note_deselected(items)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    selection.note_collected(item)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     if _is_child(session.config):
         return
     try:
+        collection = selection.gather(session, KINDS)
+        collector = session.config.pluginmanager.get_plugin("kernel_claims_collector")
+        if collector is not None:
+            collector.note_collection(collection)
+        else:
+            session.config.workeroutput[COLLECTION] = collection.as_json()  # type: ignore[attr-defined]
         properties.attach(session.items, KINDS)
         properties.attach_ratio_sets(session.items)
         marked = [item for item in session.items if any(arch.marks(item, "timing"))]

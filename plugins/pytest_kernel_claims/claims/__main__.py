@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from pytest_kernel_claims.claims import audit, merge, summary, timetable, verdict
+from pytest_kernel_claims.claims import audit, merge, selection, summary, timetable, verdict
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -17,6 +17,7 @@ def main(argv: list[str] | None = None) -> int:
     summary.add_command(commands)
     verdict.add_command(commands)
     audit.add_command(commands)
+    selection.add_command(commands)
     options = parser.parse_args(argv)
     try:
         return int(options.run(options))

@@ -96,9 +96,9 @@ def _rebuilt_claim(
         text=entry["text"],
         kinds=set(entry["kinds"]),
         arches=set(entry["arches"]),
-        selected=entry["selected"],
-        deselected=entry["deselected"],
         rows=rows,
+        left_out=set(entry.get("left_out", ())),
+        whole=entry["whole"],
         sets=[sets[name] for name in entry.get("ratio_sets", ())],
     )
 

@@ -16,10 +16,14 @@ from pytest_kernel_claims import arch, provenance
 from pytest_kernel_claims.claims.model import SCHEMA, Claim, Measurement, Row
 from pytest_kernel_claims.claims.properties import TIMINGS, values
 from pytest_kernel_claims.claims.report import closing, table, write_json
+from pytest_kernel_claims.claims.selection import Collection, read_index
 
 if TYPE_CHECKING:
     from pytest_kernel_claims.figures import RatioSet
 
+
+COLLECTION = "kernel_claims_collection"
+"""What a worker of xdist calls its ``Collection`` when it ends."""
 
 SECONDS_BETWEEN_WRITES = 1.0
 """While tests run: what one of them ends by force is lost for this long at most."""
@@ -56,6 +60,7 @@ class Collector:
         self.error: str | None = None
         self._claims_of_test: dict[str, list[Claim]] = {}
         self._json = _writable(config.getoption("claims_json"))
+        self._index = read_index(config.getoption("claims_index"))
         self._required = _read_required(config.getoption("require_claims"))
         self._source = provenance.source_state(config.rootpath) if self._json else {}
         self._written: dict[str, Any] = {}
@@ -76,6 +81,31 @@ class Collector:
             from pytest_kernel_claims import termination
 
             termination.never_silent(self.config)
+
+    def note_collection(self, collection: Collection) -> None:
+        """Take in what one process has collected; every worker of xdist collects the same."""
+        for key, one in collection.claims.items():
+            chosen = {test for test, is_chosen in one.tests.items() if is_chosen}
+            if not chosen:
+                continue
+            claim = self.claims.setdefault(key, Claim(key, one.text))
+            claim.kinds.update(one.kinds)
+            claim.arches.update(one.arches)
+            for test in one.tests:
+                if test in chosen:
+                    claim.rows.setdefault(test, Row())
+            known = self._index.get(key, set())
+            claim.whole = collection.whole or known >= one.tests.keys()
+            if not collection.whole and not claim.whole:
+                known = set()  # an index that lacks a test is of other sources
+            claim.left_out = (one.tests.keys() | known) - chosen
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """A worker of xdist ends; one that crashed says nothing."""
+        told = getattr(node, "workeroutput", {}).get(COLLECTION)
+        if told is not None:
+            self.note_collection(Collection.of_json(told))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.outcome != "passed":
@@ -101,14 +131,12 @@ class Collector:
 
     def _seen(self, test: str, value: dict[str, Any]) -> None:
         claim = self.claims.setdefault(value["id"], Claim(value["id"], value["text"]))
-        if test in claim.rows:
-            return
-        claim.rows[test] = Row()
+        claim.rows.setdefault(test, Row())
         claim.kinds.update(value["kinds"])
         claim.arches.update(value["arches"])
-        claim.selected = max(claim.selected, value["selected"])
-        claim.deselected = max(claim.deselected, value["deselected"])
-        self._claims_of_test.setdefault(test, []).append(claim)
+        known = self._claims_of_test.setdefault(test, [])
+        if claim not in known:
+            known.append(claim)
 
     def _seen_in_set(self, report: pytest.TestReport, value: dict[str, Any]) -> None:
         from pytest_kernel_claims.figures import RatioSet

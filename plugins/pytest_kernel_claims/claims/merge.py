@@ -10,13 +10,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pytest_kernel_claims.claims import shapes
-from pytest_kernel_claims.claims.model import SCHEMA
-from pytest_kernel_claims.claims.report import write_whole
+from pytest_kernel_claims.claims import shapes, union
+from pytest_kernel_claims.claims.model import SCHEMA, Claim
+from pytest_kernel_claims.claims.report import tally, write_whole
 from pytest_kernel_claims.claims.text import markdown
+
+EARLIER = "pytest-kernel-claims/1"
+"""Schema that can still be read."""
 
 BEGIN, END = "<!-- claims:begin -->", "<!-- claims:end -->"
 
@@ -29,16 +33,20 @@ class Column:
     rank: int
     runs: list[dict[str, Any]] = field(default_factory=list)
 
+    @cached_property
+    def claims(self) -> dict[str, Claim]:
+        """Of this column's runs together, by their ids."""
+        return {claim.id: claim for claim in union.together(self.runs)}
+
     def cell(self, key: str) -> tuple[str, str]:
         """Verdict over this column's runs and its text; a failure or a gap is never hidden."""
-        found = [run["claims"][key] for run in self.runs if key in run["claims"]]
-        order = ("failed", "partial", "verified", "not run")
-        if not found:
+        claim = self.claims.get(key)
+        if claim is None:
             return "", ""
-        entry = min(found, key=lambda one: (order.index(one["verdict"]), one["deselected"]))
-        left_out = f", {entry['deselected']} deselected" if entry["deselected"] else ""
-        passed = entry["counts"].get("passed", 0)
-        return entry["verdict"], f"{entry['verdict']} {passed}/{entry['selected']}{left_out}"
+        aside = f", {len(claim.left_out)} deselected" if claim.left_out else ""
+        if not claim.whole and claim.verdict == "partial":
+            aside += ", of a part of the suite"
+        return claim.verdict, f"{claim.verdict} {tally(claim)}{aside}"
 
 
 def columns(runs: Iterable[dict[str, Any]]) -> list[Column]:
@@ -162,14 +170,24 @@ def load(path: str, *more: Any) -> dict[str, Any]:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from None
-    if not isinstance(value, dict) or value.get("schema") != SCHEMA:
+    if not isinstance(value, dict) or value.get("schema") not in (SCHEMA, EARLIER):
         raise ValueError(f"{path}: expected a claims file of schema {SCHEMA}")
     try:
+        if value["schema"] == EARLIER:
+            _bring_up(value)
         shapes.check(value, *more)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     value["file"] = Path(path).name
     return value
+
+
+def _bring_up(run: dict[str, Any]) -> None:
+    """Of a run that did not say whether it knew all tests of a claim, it is not known."""
+    for entry in run["claims"].values():
+        entry["whole"], entry["deselected"] = False, 0
+        if entry["verdict"] == "verified":
+            entry["verdict"] = "partial"
 
 
 def load_all(paths: Sequence[str], *more: Any) -> list[dict[str, Any]]:

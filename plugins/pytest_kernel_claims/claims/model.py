@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from pytest_kernel_claims.figures import RatioSet
 
-SCHEMA = "pytest-kernel-claims/1"
+SCHEMA = "pytest-kernel-claims/2"
 SEVERITY = ("not run", "passed", "other", "xpassed", "xfailed", "skipped", "failed", "error")
 VERDICTS = ("verified", "failed", "partial", "not run")
 Better = Literal["lower", "higher"]
+
+UNKNOWN = "a part of the suite was collected, which may not be all tests (--claims-index)"
+"""Why a claim is not verified although all that is known of it passed."""
 
 
 @dataclass(frozen=True)
@@ -75,21 +78,29 @@ class Row:
 
 @dataclass
 class Claim:
-    """A statement and the tests seen for it; ``selected`` counts those that should run."""
+    """A statement and its tests.
+
+    Attributes:
+        rows: the tests that were chosen, also those that the run did not come to.
+        left_out: the other ones.
+        whole: whether there are no further ones: the whole suite was collected, or an index told.
+    """
 
     id: str
     text: str
     kinds: set[str] = field(default_factory=set)
     arches: set[str] = field(default_factory=set)
-    selected: int = 0
-    deselected: int = 0
     rows: dict[str, Row] = field(default_factory=dict)
+    left_out: set[str] = field(default_factory=set)
+    whole: bool = False
     sets: list[RatioSet] = field(default_factory=list)
 
+    @property
+    def selected(self) -> int:
+        return len(self.rows)
+
     def counts(self) -> Counter[str]:
-        counts = Counter(row.outcome for row in self.rows.values())
-        counts["not run"] += self.selected - len(self.rows)
-        return counts
+        return Counter(row.outcome for row in self.rows.values())
 
     @property
     def verdict(self) -> str:
@@ -97,7 +108,7 @@ class Claim:
         judged = {one.verdict for one in self.sets}
         if counts["failed"] or counts["error"] or "failed" in judged:
             return "failed"
-        if counts["passed"] == self.selected:
+        if counts["passed"] == self.selected and self.whole and not self.left_out:
             return "partial" if "incomplete" in judged else "verified"
         if counts["skipped"] + counts["not run"] == self.selected:
             return "not run"
@@ -127,8 +138,13 @@ class Claim:
         for test, row in self.rows.items():
             if row.outcome not in ("passed", "failed", "error", "not run"):
                 reasons.setdefault(row.reason or row.outcome, set()).add(test)
-        if self.counts()["not run"] > 0:
-            reasons["the run ended before all its tests had run"] = set()
+        never = {test for test, row in self.rows.items() if row.outcome == "not run"}
+        if never:
+            reasons["the run ended before it came to them"] = never
+        if self.left_out:
+            reasons["left out by this selection"] = self.left_out
+        elif self.rows and not self.whole and self.counts()["passed"] == self.selected:
+            reasons[UNKNOWN] = set()
         for one in self.sets:
             if one.verdict == "incomplete":
                 got = f"{len(one.measured)} of {one.rows}"
@@ -143,7 +159,8 @@ class Claim:
             "verdict": self.verdict,
             **({"shown_on": self.shown_on} if self.shown_on else {}),
             "selected": self.selected,
-            "deselected": self.deselected,
+            "deselected": len(self.left_out),
+            "whole": self.whole,
             "counts": {name: n for name, n in sorted(self.counts().items()) if n},
             **({"ratio_sets": [one.name for one in self.sets]} if self.sets else {}),
             "worst": {
@@ -151,4 +168,5 @@ class Claim:
                 for name, (figure, test) in sorted(self.worst().items())
             },
             "tests": {test: row.as_json() for test, row in self.rows.items()},
+            **({"left_out": sorted(self.left_out)} if self.left_out else {}),
         }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
@@ -17,8 +16,6 @@ from pytest_kernel_claims.claims.model import Better, Measurement
 TIMINGS = pytest.StashKey[dict[str, dict[str, Any]]]()
 """Test -> its record (see ``figures``). Only the process that timed it has one: under xdist nothing
 is timed, so records need not travel with reports."""
-
-_DESELECTED = pytest.StashKey[Counter[str]]()
 
 
 def claims_of(item: pytest.Item) -> dict[str, str]:
@@ -46,35 +43,21 @@ def _same_text(known: dict[str, str], key: str, text: str, where: str) -> None:
         )
 
 
-def note_deselected(items: Iterable[pytest.Item]) -> None:
-    """Remember how many tests of each claim this run leaves out."""
-    for item in items:
-        counts = item.config.stash.setdefault(_DESELECTED, Counter())
-        counts.update(claims_of(item).keys())
-
-
 def attach(items: list[pytest.Item], kinds: Iterable[str]) -> None:
-    """Write the claims of every collected test into its properties.
-
-    Each property also says how many tests of the claim were selected, so that a run which stops
-    early, or loses a worker, is seen to be incomplete.
-    """
+    """Write the claims of every chosen test into its properties."""
     texts: dict[str, str] = {}
     found = [(item, claims_of(item)) for item in items]
     found = [(item, claims) for item, claims in found if claims]
     for item, claims in found:
         for key, text in claims.items():
             _same_text(texts, key, text, item.nodeid)
-    selected = Counter(key for _, claims in found for key in claims)
     for item, claims in found:
-        left_out = item.config.stash.get(_DESELECTED, Counter())
         about = {
             "kinds": [kind for kind in kinds if any(arch.marks(item, kind))],
             "arches": list(arch.needs(item)),
         }
         for key, text in claims.items():
-            counts = {"selected": selected[key], "deselected": left_out[key]}
-            _put(item, "claim", {"id": key, "text": text, **about, **counts})
+            _put(item, "claim", {"id": key, "text": text, **about})
 
 
 def note_family(item: pytest.Item) -> None:

@@ -41,8 +41,8 @@ def _needs(claim: Claim) -> str:
 def _asides(claim: Claim) -> str:
     counts = claim.counts()
     named = [f"{counts[o]} {o}" for o in SEVERITY if o != "passed" and counts[o]]
-    if claim.deselected:
-        named.append(f"{claim.deselected} deselected")
+    if claim.left_out:
+        named.append(f"{len(claim.left_out)} deselected")
     if claim.shown_on and len(claim.arches) > len(claim.shown_on):
         named.append(f"on {', '.join(claim.shown_on)} alone")
     return f" ({', '.join(named)})" if named else ""
