@@ -3,7 +3,7 @@
 A launch is a call that spends time (``spend(39.4e-6)``); events read that time. Every process
 drifts a little, as real ones do. What NVML would say, and other plants, come from ``plan.json``
 in the current folder, read at every use: ``gpu``, ``drift`` and ``states`` (a list by process
-started; ``busy`` in percent, ``reasons``).
+started; ``busy`` in percent, ``reasons``), and whether a call ``launches`` anything.
 """
 
 from __future__ import annotations
@@ -64,6 +64,9 @@ class FakeClock:
 
     def l2_bytes(self) -> int:
         return 60_000_000
+
+    def launches(self, call: Callable[[], Any]) -> bool:
+        return plan().get("launches", True)
 
     def capture(self, calls: Sequence[Callable[[], Any]], keep: int) -> FakeGraph:
         return FakeGraph(calls, keep)

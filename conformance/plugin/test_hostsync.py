@@ -245,7 +245,7 @@ def test_an_audit_that_watches_nothing_shows_nothing(suite: Suite) -> None:
     result.assert_outcomes(passed=1, failed=1, skipped=2)
     result.stdout.fnmatch_lines(["S  failed  *1/4 *", "*worst: host syncs (dispatch) 0 *"])
     result.stdout.fnmatch_lines(
-        ["SKIPPED *no_host_sync watched no tensor of a device; GPU here: none*"]
+        ["SKIPPED *no_host_sync watched no tensor of a device and no launch; GPU here: none*"]
     )
 
 

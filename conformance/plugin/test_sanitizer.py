@@ -89,15 +89,37 @@ def here(suite: Suite, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Suite
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
     # The child looks for a GPU itself; what it finds is not what these tests are about.
-    suite.pytester.makeconftest(
-        "from pytest_kernel_claims import arch\n"
-        "arch.detect = lambda: arch.Gpu('NVIDIA H200', (9, 0))\n"
-    )
+    suite.pytester.makeconftest("""
+        import pytest
+        from pytest_kernel_claims import arch, launches
+
+        arch.detect = lambda: arch.Gpu("NVIDIA H200", (9, 0))
+
+        @pytest.fixture(autouse=True)
+        def launching(request):
+            if request.node.name != "test_idle":
+                launches.note_launch()
+    """)
     return suite.on("h200")
 
 
 def check(suite: Suite, tool: str = "memcheck", *args: str) -> pytest.RunResult:
     return suite.run(f"--sanitizer={tool}", f"--sanitizer-bin={FAKE}", *args)
+
+
+def test_a_test_without_a_launch_was_not_checked(here: Suite) -> None:
+    """Its claim is not run, whatever the tool says of a process without a kernel."""
+    here.write("""
+        import pytest
+        import torch
+
+        @pytest.mark.sanitize
+        @pytest.mark.claim("IDLE", "text")
+        def test_idle(device): assert torch.ones(3).sum() == 3
+    """)
+    result = check(here, "memcheck", "-rs")
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["IDLE  not run*", "SKIPPED*no kernel was launched; GPU here: *"])
 
 
 def calls(tmp_path: Path) -> list[dict[str, Any]]:

@@ -11,14 +11,16 @@ import ctypes
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.cuda import synchronize
 
-from pytest_kernel_claims import child, hostsync, planted, sanitizer
+from pytest_kernel_claims import child, hostsync, launches, planted, sanitizer
 
 from .conftest import elsewhere
 
@@ -43,9 +45,12 @@ MATRIX: dict[str, set[str]] = {
     "masked_select": {"dispatch", "debug mode", "deep", "graph"},
     "equal": {"dispatch", "debug mode", "deep", "graph"},
     "repeat_interleave": {"dispatch", "debug mode", "deep", "graph"},
+    "multinomial": {"dispatch", "debug mode", "deep", "graph"},
     "tensor of values": {"debug mode", "deep", "graph"},
     "pageable copy to the device": {"dispatch", "debug mode", "deep", "graph"},
     "torch.cuda.synchronize": {"dispatch", "deep", "graph"},
+    "a synchronize imported by name": {"dispatch", "deep", "graph"},
+    "nonzero in a thread that swallows errors": {"debug mode", "deep", "graph"},
     "stream.synchronize": {"dispatch", "debug mode", "deep", "graph"},
     "event.synchronize": {"dispatch", "deep", "graph"},
     "pinned async copy to the host": {"dispatch", "deep"},
@@ -81,6 +86,15 @@ class Bench:
         if self.driver.cuMemcpyDtoH_v2(self.host, address, ctypes.c_size_t(32)):
             raise RuntimeError("cuMemcpyDtoH failed")
 
+    def in_a_thread(self) -> None:
+        def read() -> None:
+            with contextlib.suppress(Exception):
+                self.mask.nonzero()
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+
     def call(self, name: str) -> Callable[[], Any]:
         x, mask = self.x, self.mask
         calls: dict[str, Callable[[], Any]] = {
@@ -95,9 +109,12 @@ class Bench:
             "masked_select": lambda: x.masked_select(mask),
             "equal": lambda: x.equal(x + 1),
             "repeat_interleave": lambda: torch.repeat_interleave(x[:8], self.counts),
+            "multinomial": lambda: torch.multinomial(x, 2),
             "tensor of values": lambda: torch.tensor([1.0, 2.0], device=x.device),
             "pageable copy to the device": lambda: self.pageable.to(x.device),
             "torch.cuda.synchronize": lambda: torch.cuda.synchronize(),
+            "a synchronize imported by name": lambda: synchronize(),
+            "nonzero in a thread that swallows errors": self.in_a_thread,
             "stream.synchronize": lambda: torch.cuda.current_stream().synchronize(),
             "event.synchronize": lambda: self.event.synchronize(),
             "pinned async copy to the host": lambda: self.pinned.copy_(x[:8], non_blocking=True),
@@ -117,12 +134,9 @@ def found_by(layer: str, call: Callable[[], Any]) -> bool:
             call()
         return bool(audit.violations)
     if layer == "debug mode":
-        try:
-            with hostsync._debug_mode():
-                call()
-        except RuntimeError as error:
-            return hostsync._violation_of(error, None) is not None
-        return False
+        with hostsync._debug_mode(found):
+            call()
+        return bool(found)
     if layer == "deep":
         with hostsync._profiled(found, "here") as window, window():
             call()
@@ -194,6 +208,32 @@ def test_graph_safe(device: torch.device, graph_safe: hostsync.GraphSafe) -> Non
         graph_safe(stale, inputs)
 
 
+def test_a_call_without_a_launch_shows_nothing(
+    device: torch.device, graph_safe: hostsync.GraphSafe, no_host_sync: hostsync.NoHostSync
+) -> None:
+    x = torch.zeros(64, device=device)
+    with pytest.raises(pytest.skip.Exception, match="launched nothing"):
+        graph_safe(lambda: x)
+    with pytest.raises(pytest.skip.Exception, match="no tensor of a device and no launch"):
+        with no_host_sync():
+            x.size()
+    with no_host_sync():
+        launches.note_launch()
+    with no_host_sync():
+        x.add_(1)
+
+
+def test_what_launches(device: torch.device) -> None:
+    """Also what neither dispatches an operation nor goes through a seam."""
+    x = torch.zeros(64, device=device)
+    assert not launches.launches(lambda: x.size())
+    assert launches.launches(lambda: torch.cuda._sleep(1000))
+    assert launches.launches(lambda: x.add_(1))
+    assert launches.launches(launches.note_launch)
+    assert launches.launches(lambda: synchronize())  # cannot be captured
+    assert x.sum().item() == 1.0
+
+
 # --- compute-sanitizer on this machine ------------------------------------------------------
 
 TESTS = """
@@ -209,6 +249,10 @@ TESTS = """
     @pytest.mark.sanitize
     def test_faulty(under_sanitizer):
         planted.main([under_sanitizer])
+
+    @pytest.mark.sanitize
+    def test_idle():
+        torch.cuda.synchronize()
 
     @pytest.mark.sanitize
     def test_wrong():
@@ -270,6 +314,7 @@ def test_a_suite_under_the_tool(
     command = [sys.executable, "-m", "pytest", *load_plugin, f"--sanitizer={tool}", "-rf"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=elsewhere())
     assert "1 passed" in done.stdout, done.stdout + done.stderr
+    assert "1 skipped" in done.stdout, done.stdout + done.stderr
     assert "2 failed" in done.stdout, done.stdout + done.stderr
     assert f"at {planted.entry(tool)}" in done.stdout
     assert "assert 4.0 == 5" in done.stdout

@@ -470,6 +470,15 @@ def test_a_disturbed_process_is_kept_and_repeated(
     assert [bool(figures.invalid_reasons(process)) for process in ours] == [True, False, False]
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_call_without_work_is_not_timed(timed_suite: TimedSuite, processes: int) -> None:
+    timed_suite.plan(launches=False).write(ONE.format(seconds=40e-6))
+    result = timed_suite.run("-rs", f"--timing=processes={processes}", "--claims-json=claims.json")
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["*SKIPPED*cuda_benchmark: a call launched nothing*"])
+    assert timed_suite.json("claims.json")["claims"]["SPEED"]["verdict"] == "not run"
+
+
 def test_a_gpu_that_never_rests_verifies_nothing(timed_suite: TimedSuite) -> None:
     timed_suite.plan(states=[BUSY]).write(ONE.format(seconds=40e-6))
     result = timed_suite.run("-rs", "--claims-json=claims.json", "--benchmark-json=bench.json")

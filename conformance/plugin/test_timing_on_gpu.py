@@ -70,6 +70,13 @@ def test_a_graph_without_its_kernel_is_found(gpu: torch.device) -> None:
         taken(build, "graph")
 
 
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_nothing_has_no_time(mode: str, gpu: torch.device) -> None:
+    x = torch.zeros(64, device=gpu)
+    with pytest.raises(events.NothingLaunched):
+        taken(lambda: lambda: x, mode)
+
+
 def test_rotation_allocates_its_copies(gpu: torch.device) -> None:
     def build() -> Any:
         x = torch.zeros(1 << 22, device=gpu)

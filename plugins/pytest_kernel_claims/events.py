@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pytest_kernel_claims import gpustate
+from pytest_kernel_claims import gpustate, launches
 
 HOLD_BELOW = 1e-3
 """Seconds a call, from which the host is ahead anyway and the stream is not held."""
@@ -31,6 +31,10 @@ BATCH = 50
 HOLD_TRIES = 3
 SLEEP_CYCLES_A_SECOND = 2e9
 MAX_COPIES = 32
+
+
+class NothingLaunched(Exception):
+    """There is nothing to time."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,9 @@ class Clock(Protocol):
 
     def l2_bytes(self) -> int: ...
 
+    def launches(self, call: Callable[[], Any]) -> bool:
+        """Whether a call enqueues anything; makes it once or twice more."""
+
     def capture(self, calls: Sequence[Callable[[], Any]], keep: int) -> Graph:
         """A graph of these calls that keeps the results of the last ``keep``."""
 
@@ -114,6 +121,9 @@ class CudaClock:
 
     def l2_bytes(self) -> int:
         return int(self._cuda.get_device_properties(self._cuda.current_device()).L2_cache_size)
+
+    def launches(self, call: Callable[[], Any]) -> bool:
+        return launches.launches(call)
 
     def capture(self, calls: Sequence[Callable[[], Any]], keep: int) -> Graph:
         return _CudaGraph(self._torch, calls, keep)
@@ -157,8 +167,8 @@ def measure(build: Factory, settings: Settings, watch: gpustate.Observer) -> dic
     """Time one implementation; returns the part of a process record that this process knows.
 
     Raises TypeError when ``build`` returns neither a Workload nor a callable, ValueError when
-    rotation is asked for and ``build`` allocates nothing, RuntimeError when the timed stream shows
-    no work, and whatever a check raises.
+    rotation is asked for and ``build`` allocates nothing, NothingLaunched for a call without work,
+    RuntimeError when the timed stream shows none, and whatever a check raises.
     """
     timer = clock()
     before = timer.allocated()
@@ -171,6 +181,8 @@ def measure(build: Factory, settings: Settings, watch: gpustate.Observer) -> dic
     for load in loads:
         _poison(load, load.launch(), timer)
         _check(load, load.launch(), timer)
+    if not timer.launches(first.launch):
+        raise NothingLaunched("cuda_benchmark: a call launched nothing on the timed stream")
     take = _graph_readings if settings.mode == "graph" else _eager_readings
     taken = take(timer, loads, settings, watch)
     if min(taken["readings_ms"]) <= 0:

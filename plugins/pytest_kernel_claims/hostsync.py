@@ -7,8 +7,9 @@ operation, reason, file and line. What watches depends on the machine:
   values on the host, and the waits of ``torch.cuda`` by name. On meta tensors, which hold no
   values, any read that the table does not know raises by itself, so a host path whose launch is
   stubbed is audited without a GPU.
-* *debug mode*, on a GPU: ``torch.cuda.set_sync_debug_mode("error")``, which also sees C++, such as
-  the copy in ``torch.tensor([1.0], device="cuda")`` that no dispatched operation shows.
+* *debug mode*, on a GPU: ``torch.cuda.set_sync_debug_mode("warn")``, which also sees C++, such as
+  the copy in ``torch.tensor([1.0], device="cuda")`` that no dispatched operation shows, in any
+  thread.
 * *deep*, on a GPU when asked for: a profiler window with the waits and copies of the CUDA runtime.
 
 ``graph_safe`` complements them: what is captured into a CUDA graph and replayed has done no wait
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -33,7 +35,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pytest_kernel_claims import arch, compare, sanitizer
+from pytest_kernel_claims import arch, compare, launches, sanitizer
 from pytest_kernel_claims.claims.model import Measurement
 from pytest_kernel_claims.claims.properties import Measured
 
@@ -261,37 +263,71 @@ def _to_the_host(*args: Any, **kwargs: Any) -> bool:
 
 @contextmanager
 def _waits_by_name(found: Found) -> Iterator[None]:
-    """Notes the waits that torch offers in Python; debug mode knows only that on a stream."""
-    owners: list[tuple[Any, str]] = [
-        (torch.cuda, "torch.cuda.synchronize"),
-        (torch.cuda.Stream, "torch.cuda.Stream.synchronize"),
-        (torch.cuda.Event, "torch.cuda.Event.synchronize"),
+    """Notes the waits that torch offers in Python; debug mode knows only that on a stream.
+
+    A function that was imported by name before is known by what it calls.
+    """
+    owners: list[tuple[Any, str, str]] = [
+        (torch.cuda, "synchronize", "torch.cuda.synchronize"),
+        (torch._C, "_cuda_synchronize", "torch.cuda.synchronize"),
+        (torch.cuda.Stream, "synchronize", "torch.cuda.Stream.synchronize"),
+        (torch.cuda.Event, "synchronize", "torch.cuda.Event.synchronize"),
+        (getattr(torch, "accelerator", None), "synchronize", "torch.accelerator.synchronize"),
+        (torch._C, "_accelerator_synchronizeDevice", "torch.accelerator.synchronize"),
     ]
-    if hasattr(torch, "accelerator"):
-        owners.append((torch.accelerator, "torch.accelerator.synchronize"))
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in owners:
-            patch.setattr(owner, "synchronize", _noting(owner.synchronize, name, found))
+        for owner, attribute, name in owners:
+            original = getattr(owner, attribute, None)
+            if original is not None:
+                patch.setattr(owner, attribute, _noting(original, name, found))
         yield
 
 
 def _noting(original: Callable[..., Any], name: str, found: Found) -> Callable[..., Any]:
     def synchronize(*args: Any, **kwargs: Any) -> Any:
-        found.append(Violation(name, "waits for the device", _caller() or "?"))
+        one = Violation(name, "waits for the device", _caller() or "?")
+        if found[-1:] != [one]:  # which the function that calls this one has noted
+            found.append(one)
         return original(*args, **kwargs)
 
     return synchronize
 
 
+SYNCHRONIZING = "synchronizing CUDA operation"
+"""What torch says of a wait."""
+
+
 @contextmanager
-def _debug_mode() -> Iterator[None]:
-    """Makes torch raise where it waits for a stream, in C++ too."""
+def _debug_mode(found: Found) -> Iterator[None]:
+    """Notes where torch waits for a stream, in C++ and in other threads too."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def note(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: Any = None,
+            line: str | None = None,
+        ) -> None:
+            text = str(message).partition("\n")[0]
+            if SYNCHRONIZING not in text:
+                show(message, category, filename, lineno, file, line)
+                return
+            where = _caller() or "?"
+            if all(one.where != where for one in found):  # no other layer has seen it
+                found.append(Violation("CUDA", text, where))
+
+        warnings.showwarning = note
+        warnings.filterwarnings("always", message=f".*{SYNCHRONIZING}")
+        warnings.filterwarnings("ignore", message=".*[Ss]ynchronization debug mode")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
 
 WINDOW = "pytest_kernel_claims.no_host_sync"
@@ -363,7 +399,7 @@ class Audit:
             if self._gpu and self._level == "deep":
                 window = stack.enter_context(_profiled(self.violations, _caller() or "?"))
             if self._gpu:
-                stack.enter_context(_debug_mode())
+                stack.enter_context(_debug_mode(self.violations))
             stack.enter_context(_waits_by_name(self.violations))
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             for name, method in _values(self._rules, self.violations, self._ignored):
@@ -398,11 +434,9 @@ class Audit:
 
 
 def _violation_of(error: Exception, trace: TracebackType | None) -> Violation | None:
-    """What an exception says about the host path: debug mode and meta tensors raise."""
+    """What an exception says about the host path: meta tensors raise."""
     text = str(error)
     first = text.partition("\n")[0]
-    if isinstance(error, RuntimeError) and "synchronizing CUDA operation" in text:
-        return Violation("CUDA", first, _raised_at(trace))
     if isinstance(error, (RuntimeError, TypeError)) and "meta" in text.lower():
         return Violation("meta tensor", first, _raised_at(trace))
     return None
@@ -434,7 +468,7 @@ class NoHostSync:
         if here.provider is not None:
             on, ignored = (*on, "cpu"), type(here.provider).__module__.partition(".")[0]
         self._prove(chosen, gpu)
-        audit = Audit(chosen, Rules(on), gpu, ignored)
+        audit, seen = Audit(chosen, Rules(on), gpu, ignored), launches.Seen()
         try:
             with audit:
                 yield audit
@@ -443,8 +477,8 @@ class NoHostSync:
             figure = Measurement(f"host syncs ({chosen})", count, 0.0)
             Measured(self._node).record(figure)
         launched = here.provider is not None and here.provider.launched(self._node)
-        if not (gpu or audit.watched or launched):
-            pytest.skip(f"no_host_sync watched no tensor of a device; {here}")
+        if not (audit.watched or seen or launched):
+            pytest.skip(f"no_host_sync watched no tensor of a device and no launch; {here}")
 
     def _level(self, level: Level | None, gpu: bool) -> Level:
         config = self._node.config
@@ -481,7 +515,7 @@ def planted_read_is_found(layer: str, device: str) -> bool:
             with _Recorder(found, Rules(), None):
                 tensor.item()
         elif layer == "debug mode":
-            with _debug_mode():
+            with _debug_mode(found):
                 tensor.item()
         else:
             with _profiled(found, "planted") as window, window():
@@ -533,10 +567,12 @@ class GraphSafe:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, capture_error_mode="global"):
+            with launches.captured(graph, capture_error_mode="global") as found:
                 captured = _tensors(call())
         except Exception as error:
             raise AssertionError(f"graph_safe: cannot be captured: {error}") from error
+        if not found.launches:
+            pytest.skip("graph_safe: the call launched nothing that was captured")
         for i in range(rounds):
             for tensor in captured:
                 _overwrite(tensor)

@@ -150,6 +150,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
         child.configure(config)
         config.stash[_IS_CHILD] = True
+        if getattr(child.order(config), "role", None) == "sanitize":
+            from pytest_kernel_claims import sanitizer
+
+            config.pluginmanager.register(sanitizer.Watched(), "kernel_claims_watched")
     arch.configure(config)
     if config.getoption("sanitizer") is not None:
         from pytest_kernel_claims import sanitizer

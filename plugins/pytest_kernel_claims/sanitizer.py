@@ -32,7 +32,7 @@ from typing import Any, cast
 
 import pytest
 
-from pytest_kernel_claims import arch, child, planted
+from pytest_kernel_claims import arch, child, launches, planted
 from pytest_kernel_claims.claims.model import Measurement
 from pytest_kernel_claims.claims.properties import Measured
 
@@ -42,6 +42,7 @@ MINIMUM = (2025, 4, 1)
 
 ROLE = "sanitize"
 _PASSED = pytest.StashKey[bool]()
+_SEEN = pytest.StashKey[launches.Seen]()
 PROGRAM = "compute-sanitizer"
 ERROR_EXIT = 86
 STACKS_BEFORE_LIMIT = 10.0
@@ -432,6 +433,24 @@ class ChildRun(SanitizedRun):
                 f"planted fault reported; {len(self.seconds)} tests, each in a child: "
                 f"{sum(self.seconds):.1f} s, the longest {max(self.seconds):.1f} s"
             )
+
+
+class Watched:
+    """In a child: a test that has launched nothing was not checked, and is skipped."""
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
+        item.stash[_SEEN] = launches.Seen()
+        with launches.watching(item.stash[_SEEN]):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        with launches.watching(item.stash[_SEEN]):
+            result = yield
+        if not item.stash[_SEEN]:
+            pytest.skip(f"no kernel was launched; {arch.machine(item.config)}")
+        return result
 
 
 class EmulatedRun(SanitizedRun):

@@ -173,9 +173,8 @@ class CudaBenchmark:
         name = orders.payload["implementation"]
         if name not in factories:
             pytest.fail(f"{name} is measured in other rows of this group, and must be in all")
-        taken = events.measure(
-            factories[name], processes.timed(self._node).settings, processes.observer(self._config)
-        )
+        settings = processes.timed(self._node).settings
+        taken = _measured(factories[name], settings, processes.observer(self._config))
         child.send(self._config, {"test": self._node.nodeid, **taken})
         pytest.skip("measured")
 
@@ -234,7 +233,7 @@ class CudaBenchmark:
         found = {}
         for place, (name, factory) in enumerate(factories.items()):
             before = gpustate.settled(watch)
-            taken = events.measure(factory, how.settings, watch)
+            taken = _measured(factory, how.settings, watch)
             order = {"repetition": 0, "started": 0, "place": place}
             around = {"before": before, "after": gpustate.settled(watch)}
             found[name] = [{**order, **taken, **around}]
@@ -289,6 +288,16 @@ class CudaBenchmark:
                 self._config, f"{self._node.nodeid}: timed without a check of its results"
             )
         return result
+
+
+def _measured(
+    factory: events.Factory, settings: events.Settings, watch: gpustate.Observer
+) -> dict[str, Any]:
+    """``events.measure``; skips the test where there is nothing to time."""
+    try:
+        return events.measure(factory, settings, watch)
+    except events.NothingLaunched as error:
+        pytest.skip(str(error))
 
 
 def _all_processes(record: Mapping[str, Any]) -> list[dict[str, Any]]:
