@@ -15,7 +15,7 @@ import torch  # noqa: F401  Inner runs forget what they imported, and torch load
 from pytest_kernel_claims import arch, child
 
 INSTALLED = any(
-    entry.value == "pytest_kernel_claims.plugin"
+    entry.value == "pytest_kernel_claims.entry"
     for entry in importlib.metadata.entry_points(group="pytest11")
 )
 # An installed plugin must be named by its entry point: pytest refuses it under a second name.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -49,7 +50,7 @@ def test_nothing_is_imported():
     heavy = {"torch", "numpy", "cutlass", "linattn"} & sys.modules.keys()
     rooms = {name for name in sys.modules if name.startswith("pytest_kernel_claims.")}
     assert not heavy
-    started = {"plugin", "arch", "claims", "provenance"}
+    started = {"entry", "plugin", "arch", "claims", "provenance"}
     started |= {f"claims.{name}" for name in ("model", "properties", "selection")}
     started |= {f"claims.{name}" for name in ("collector", "report")}
     assert rooms <= {"pytest_kernel_claims." + name for name in started}
@@ -124,3 +125,18 @@ def test_an_option_of_another_plugin_with_our_name(
         assert done.returncode == status
         assert ("-p no:kernel_claims" in done.stderr and name in done.stderr) == (status == 4)
         assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("version", "loaded"),
+    [((7, 4, 4), False), ((8, 4, 2), False), ((9, 0, 0), True), ((10, 0, 0, "rc1"), True)],
+)
+def test_an_older_pytest_is_left_alone(
+    version: tuple[int | str, ...], loaded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pytest_kernel_claims import entry
+
+    monkeypatch.setattr(pytest, "version_tuple", version)
+    monkeypatch.delattr(entry, "pytest_plugins")
+    importlib.reload(entry)
+    assert getattr(entry, "pytest_plugins", []) == ["pytest_kernel_claims.plugin"] * loaded

@@ -187,7 +187,8 @@ def _pytest_command(config: pytest.Config, items: Sequence[pytest.Item]) -> list
     command += ["--rootdir", str(config.rootpath)]
     if config.inipath is not None:
         command += ["-c", str(config.inipath)]
-    for name in ("no:cacheprovider", "no:terminal", "no:xdist"):
+    command += ["-q", "-q", "--no-header", "--color=no"]
+    for name in ("no:cacheprovider", "no:xdist"):
         command += ["-p", name]
     for name in dict.fromkeys(config.getoption("plugins") or ()):
         command += ["-p", name]
