@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import sys
@@ -70,23 +71,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("kernel claims")
     try:
         _add_options(group)
-        _refuse_clashes(parser, group)
-    except ValueError as error:
+    except (ValueError, argparse.ArgumentError) as error:
         way_out = "leave one out by -p no:kernel_claims or -p no:NAME"
         text = f"ERROR: pytest-kernel-claims: {error}: another plugin has it; {way_out}"
         print(text, file=sys.stderr)
         raise SystemExit(int(pytest.ExitCode.USAGE_ERROR)) from None
-
-
-def _refuse_clashes(parser: pytest.Parser, ours: pytest.OptionGroup) -> None:
-    """Raise ValueError where an option of ours is there already. Before pytest 9.2 a clash with
-    another group shows only when all options are parsed, as argparse's error."""
-    groups = [*getattr(parser, "_groups", ()), getattr(parser, "_anonymous", ours)]
-    names = {name for option in ours.options for name in option.names()}
-    for group in groups:
-        theirs = {name for option in group.options for name in option.names()}
-        if group is not ours and names & theirs:
-            raise ValueError(f"option names {names & theirs} already added")
 
 
 def _add_options(group: pytest.OptionGroup) -> None:
