@@ -373,3 +373,28 @@ def test_under_an_emulator_its_own_work_does_not_count(suite: Suite) -> None:
     result = suite.run("--gpu-arch=emulated")
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["*test_it.py:*: aten::_local_scalar_dense*"])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: torch.cat([x, x]),
+        lambda x: torch.add(x, other=x),
+        lambda x: torch._foreach_add_([x], 1.0),
+        lambda x: x.split(1),
+        lambda x: torch.ops.conformance.steps(state=x),
+    ],
+    ids=["in a list", "by name", "nothing returned", "several results", "an operator of a project"],
+)
+def test_tensors_are_seen_wherever_an_operation_has_them(call: Any) -> None:
+    """A step of a state in place takes it by name and returns nothing."""
+    with torch.library._scoped_library("conformance", "DEF") as library:
+        library.define("steps(Tensor(a!) state) -> ()")
+        library.impl("steps", lambda state: None, "Meta")
+        x = torch.empty(4, device="meta")
+        with hostsync.Audit("dispatch", hostsync.Rules()) as audit:
+            call(x)
+        assert audit.watched
+    with hostsync.Audit("dispatch", hostsync.Rules()) as audit:
+        torch.ones(4).sum()
+    assert not audit.watched

@@ -40,7 +40,7 @@ DROPS = """
 @pytest.fixture
 def selected(suite: Suite) -> Suite:
     """A claim in two files of a project; the cache is there for what selects by it."""
-    suite.pytester.makeini("[pytest]\ntestpaths = tests")
+    suite.pytester.makeini("[pytest]\ntestpaths = tests\naddopts = -ra")
     suite.pytester.mkdir("tests")
     for name, text in (("test_it", SELECTED), ("test_other", OTHER)):
         (suite.pytester.path / "tests" / f"{name}.py").write_text(textwrap.dedent(text))
@@ -115,6 +115,12 @@ def test_what_a_stop_leaves_is_not_run(suite: Suite, workers: tuple[str, ...], s
     assert claims["B"]["selected"] == 20
     assert claims["B"]["counts"].get("not run", 0) > 10
     result.stdout.fnmatch_lines(["*1 claim: the run ended before it came to them [[]B]"])
+
+
+def test_what_is_only_collected_has_no_verdict(selected: Suite) -> None:
+    result = selected.run("--collect-only", "--claims-json=claims.json")
+    assert "claim" not in result.stdout.str().partition("collected")[2]
+    assert not (selected.pytester.path / "claims.json").exists()
 
 
 def test_an_index_tells_what_a_part_lacks(

@@ -109,7 +109,8 @@ class Rules:
     def reason(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
         """Why this call waits or reads, or None."""
         if name in _READING:
-            return _READING[name] if any(map(self.on_device, args)) else None
+            everything = launches.leaves((args, kwargs))
+            return _READING[name] if any(map(self.on_device, everything)) else None
         if name in _INDEXING:
             return self._indexing(name, args)
         if name == "aten::repeat_interleave":
@@ -219,7 +220,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if where is not None:
                 self._found.append(Violation(name, reason, where))
         result = func(*args, **kwargs)
-        self.watched = self.watched or any(map(self._rules.on_device, (*args, result)))
+        everything = launches.leaves((args, kwargs, result))
+        self.watched = self.watched or any(map(self._rules.on_device, everything))
         return result
 
 

@@ -41,7 +41,7 @@ def watching(seen: Seen | None = None) -> Iterator[Seen]:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    found = seen or Seen()
+    found = Seen() if seen is None else seen
 
     class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(
@@ -49,13 +49,23 @@ def watching(seen: Seen | None = None) -> Iterator[Seen]:
         ) -> Any:
             result = func(*args, **(kwargs or {}))
             if not found.operation:
-                several = result if isinstance(result, (tuple, list)) else (result,)
-                tensors = [x for x in (*args, *several) if isinstance(x, torch.Tensor)]
-                found.operation = any(tensor.is_cuda for tensor in tensors)
+                everything = leaves((args, kwargs, result))
+                found.operation = any(isinstance(x, torch.Tensor) and x.is_cuda for x in everything)
             return result
 
     with Watching():  # type: ignore[no-untyped-call]
         yield found
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """What nested tuples, lists and dicts hold, as an operation takes and returns them."""
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
+        for one in value:
+            yield from leaves(one)
+    else:
+        yield value
 
 
 class Captured:

@@ -189,7 +189,8 @@ class Collector:
     @pytest.hookimpl(tryfirst=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         lines: list[str] = []
-        if self.claims and self.config.getoption("claims_report") == "table":
+        told = self.config.getoption("claims_report") == "table"
+        if self.claims and told and not self.config.option.collectonly:
             lines += table(self.claims.values())
             lines += closing(self.claims.values(), self.modules)
             lines += [f"ratio set {one.describe()}" for _, one in sorted(self.sets.items())]

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import io
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -144,12 +146,13 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Returns 0, or pytest's exit status where collecting failed."""
+    """Returns 0. Raises ValueError where collecting fails, or collects a part."""
     gatherer = _Gatherer(())
-    quiet = ("--collect-only", "--gpu-arch=none", "-p", "no:terminal", "-p", _plugin())
-    status = pytest.main([*quiet, *options.arguments], plugins=[gatherer])
+    command = ("--collect-only", "-q", "--gpu-arch=none", "-p", _plugin())
+    with redirect_stdout(io.StringIO()) as told:
+        status = pytest.main([*command, *options.arguments], plugins=[gatherer])
     if status:
-        return int(status)
+        raise ValueError(f"index: collecting failed, pytest says {int(status)}:\n{told.getvalue()}")
     if not gatherer.found.whole:
         raise ValueError(f"index: got {' '.join(options.arguments)}, expected the whole suite")
     claims = {key: sorted(one.tests) for key, one in sorted(gatherer.found.claims.items())}
