@@ -64,6 +64,7 @@ class HostSync(AssertionError):
 # --- rules: what an operation does to the host ----------------------------------------------
 
 READS = "reads a device value on the host"
+COUNTED = "a boolean index is counted on the host"
 PAGEABLE = "copies from the host to the device and waits; pin the source and do not block"
 
 _READING = {
@@ -74,7 +75,6 @@ _READING = {
         "equal",
         "allclose",
         "_linalg_check_errors",
-        "multinomial",
     )
 } | {
     f"aten::{name}": "the size of its result is read on the host"
@@ -132,11 +132,10 @@ class Rules:
         if not masks or not any(map(self.on_device, (args[0], *masks))):
             return None
         value = args[2] if len(args) > 2 else None
-        single = isinstance(value, torch.Tensor) and value.dim() == 0
-        if len(masks) == len(args[1]) and single:
-            # ``x[mask] = 1.0``, and a scalar of the device, become a masked fill, without a count.
-            return None
-        return "a boolean index is counted on the host"
+        # ``x[mask] = 1.0`` becomes a masked fill, without a count. Its value is a scalar of the
+        # host on a GPU, and of the device elsewhere, where ``_values`` knows what was given.
+        single = isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_cuda
+        return None if len(masks) == len(args[1]) and single else COUNTED
 
     def _repeats(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
         counted = kwargs.get("output_size") is None and any(map(self.on_device, args))
@@ -186,7 +185,7 @@ def _raised_at(trace: TracebackType | None) -> str:
 
 
 def _is_users(file: str) -> bool:
-    return not file.startswith((_TORCH, "<")) and file != __file__
+    return not file.startswith((_TORCH, "<")) and file not in (__file__, warnings.__file__)
 
 
 def _short(file: str) -> str:
@@ -229,7 +228,7 @@ def _values(rules: Rules, found: Found, ignored: str | None) -> Iterator[tuple[s
     """Methods of tensors that read values, each with one that notes it: reads of CPU tensors, which
     an emulator has for a device's, never reach the dispatcher, nor do those of another thread."""
 
-    def noting(name: str, reads: Callable[..., bool]) -> Any:
+    def noting(name: str, reads: Callable[..., bool], why: str = READS) -> Any:
         original = getattr(torch.Tensor, name)
 
         def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -240,13 +239,20 @@ def _values(rules: Rules, found: Found, ignored: str | None) -> Iterator[tuple[s
                 return original(self, *args, **kwargs)
             finally:
                 if where is not None and len(found) == seen:  # no other layer has seen it
-                    found.append(Violation(f"torch.Tensor.{name}", READS, where))
+                    found.append(Violation(f"torch.Tensor.{name}", why, where))
 
         return method
 
     for name in READING_METHODS:
         yield name, noting(name, lambda *args, **kwargs: True)
     yield "to", noting("to", _to_the_host)
+
+    def fills(index: Any, value: Any) -> bool:
+        """Whether ``x[mask] = value`` counts the mask for a scalar of the device."""
+        mask = isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+        return mask and rules.on_device(value) and value.dim() == 0
+
+    yield "__setitem__", noting("__setitem__", fills, COUNTED)
 
 
 READING_METHODS = (
