@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -30,7 +31,9 @@ def tox_on_install(tox_env: ToxEnv, arguments: object, section: str, of_type: st
     needed = " or ".join(f"{major}.{minor}" for major, minor in wanted)
     advice = "What works without one: tox -e demo, tox -e cpu"
     if fitting:
-        advice = f"Tests run on the first one: set CUDA_VISIBLE_DEVICES={fitting[0]}"
+        listed = [one.strip() for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+        number = listed[fitting[0]] if len(listed) > fitting[0] and listed[0] else fitting[0]
+        advice = f"Tests run on the first one: set CUDA_VISIBLE_DEVICES={number}"
     raise Fail(
         f"{name} needs a GPU of compute capability {needed}; here: {found}. "
         f"Nothing was installed. {advice}"

@@ -64,13 +64,21 @@ class Run:
 
 def checks() -> Iterator[list[str]]:
     """Style, types and imports. The hooks need git and its repository, ruff does not."""
-    if Path(__file__).parents[1].joinpath(".git").exists() and shutil.which("git"):
+    if _in_a_repository(Path(__file__).parents[1]):
         yield ["pre-commit", "run", "--all-files"]
     else:
         yield ["ruff", "check", "."]
         yield ["ruff", "format", "--check", "."]
     yield ["mypy"]
     yield ["lint-imports"]
+
+
+def _in_a_repository(root: Path) -> bool:
+    """Whether git works here: it also refuses a checkout of another user."""
+    if not (root / ".git").exists() or not shutil.which("git"):
+        return False
+    command = ["git", "-C", str(root), "rev-parse"]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 CPU = (

@@ -212,6 +212,8 @@ config = operator.kernels["sm90"].configs[0]
 compiling, forking, parent = threading.Event(), threading.Event(), os.getpid()
 cache.FORK_WAIT = @WAIT@
 known = cache.Loaded(cache.key(operator, "sm_90a", config), pathlib.Path(), "x", {})
+loaded = cache.Loaded(known.key, pathlib.Path(), "x", {})
+loaded._function = print
 known._function = None if @WAIT@ < 1 else print
 @COMPILER@
 take = threading.Thread(target=lambda: cache.get(operator, "sm_90a", config))
@@ -231,7 +233,12 @@ if child == 0:
         known.function
     except RuntimeError as error:
         print(error, flush=True)
-    os._exit(0)
+    assert loaded.function is print  # which was loaded before
+    assert cache._compiler_lock.acquire() and cache._compiler_lock.acquire()
+    grandchild = os.fork()
+    if grandchild == 0:
+        os._exit(int(cache._unusable))
+    os._exit(int(os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]) != cache._unusable))
 forking.set()
 take.join()
 print(os.waitpid(child, 0)[1])
@@ -379,17 +386,22 @@ def test_forks_of_several_threads_hold_no_lock(monkeypatch: pytest.MonkeyPatch) 
 
 
 @FORKS
-def test_an_interrupt_while_a_fork_waits_is_not_lost() -> None:
-    """The interpreter drops what a function that it calls before a fork raises."""
+@pytest.mark.parametrize(
+    "busy", ["done.wait(30)", "while not done.is_set(): sorted(range(200_000))"], ids=["", "busy"]
+)
+@pytest.mark.parametrize("hook", ["None", "time.sleep(0.1)"], ids=["", "hook of another library"])
+def test_an_interrupt_while_a_fork_waits_is_not_lost(busy: str, hook: str) -> None:
+    """The interpreter drops what a function that it calls before or after a fork raises."""
     script = (
         "import os, signal, threading, time, warnings\n"
         "warnings.simplefilter('ignore')\n"
         "from linattn.host import cache\n"
+        f"os.register_at_fork(after_in_parent=lambda: {hook})\n"
         "holding, done = threading.Event(), threading.Event()\n"
         "def compiles():\n"
         "    with cache._compiler_lock:\n"
         "        holding.set()\n"
-        "        done.wait(30)\n"
+        f"        {busy}\n"
         "threading.Thread(target=compiles).start()\n"
         "holding.wait()\n"
         "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
@@ -423,6 +435,12 @@ def test_what_loads_has_the_compiler_for_itself(monkeypatch: pytest.MonkeyPatch)
         assert loads.is_alive()
     loads.join(30)
     assert entry.function is print
+    again: list[Any] = []
+    loads = threading.Thread(target=lambda: again.append(entry.function))
+    with cache._compiler_lock:  # what is loaded waits for nobody
+        loads.start()
+        loads.join(30)
+    assert again == [print]
 
 
 @FORKS

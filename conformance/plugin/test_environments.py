@@ -27,6 +27,8 @@ pytestmark = pytest.mark.claim("PLUGIN-ENV", "environments run what they say and
 # ---------------------------------------------------------------------------------------------
 # cpu
 
+_run = subprocess.run
+
 
 class Runs:
     """Takes the place of ``subprocess.run``: notes the commands, and gives them exit statuses."""
@@ -35,7 +37,9 @@ class Runs:
         self.commands: list[list[str]] = []
         self._statuses = list(statuses)
 
-    def __call__(self, command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
+    def __call__(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[Any]:
+        if command[0] == "git":
+            return _run(command, **options)
         self.commands.append(command)
         status = self._statuses.pop(0) if self._statuses else 0
         for word in command:
@@ -189,21 +193,25 @@ def test_a_whole_run_without_tests_is_a_failure(started: Any, tmp_path: Path, em
     assert environments.main(["cpu", str(tmp_path)]) == 5
 
 
-@pytest.mark.parametrize("there", ["git", "repository"])
+@pytest.mark.parametrize("there", ["git", "repository", "a repository that git refuses"])
 def test_without_git_the_style_is_checked_all_the_same(
-    there: str, monkeypatch: pytest.MonkeyPatch
+    there: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     whole = list(environments.checks())
     if there == "git":
         monkeypatch.setattr(Path, "exists", lambda path: False)
-    else:
+    elif there == "repository":
         monkeypatch.setattr(environments.shutil, "which", lambda name: None)
+    else:
+        (tmp_path / ".git").mkdir()
+        monkeypatch.setattr(environments, "__file__", str(tmp_path / "conformance" / "it.py"))
     found = list(environments.checks())
     assert found[:2] == [["ruff", "check", "."], ["ruff", "format", "--check", "."]]
     assert found[2:] == whole[-2:]
 
 
 @pytest.mark.skipif(not shutil.which("git"), reason="the hooks need git")
+@pytest.mark.parametrize("name", ["it.py", "it.md"])
 @pytest.mark.parametrize(
     ("text", "hook"),
     [
@@ -218,9 +226,10 @@ def test_without_git_the_style_is_checked_all_the_same(
         ("", ""),
     ],
 )
-def test_hooks_find_and_change_nothing(text: str, hook: str, tmp_path: Path) -> None:
+def test_hooks_find_and_change_nothing(text: str, hook: str, name: str, tmp_path: Path) -> None:
     pytest.importorskip("pre_commit")
-    (tmp_path / "it.py").write_bytes(text.encode())
+    hook = "" if name == "it.md" and hook.startswith("ruff") else hook
+    (tmp_path / name).write_bytes(text.encode())
     shutil.copy(ROOT / ".pre-commit-config.yaml", tmp_path)
 
     def run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -236,7 +245,7 @@ def test_hooks_find_and_change_nothing(text: str, hook: str, tmp_path: Path) -> 
     failed = re.findall(r"^(\S.*?)\.+Failed", done.stdout, re.MULTILINE)
     assert hook in failed if hook else not failed, done.stdout
     assert done.returncode == bool(hook)
-    assert (tmp_path / "it.py").read_bytes() == text.encode()
+    assert (tmp_path / name).read_bytes() == text.encode()
 
 
 # ---------------------------------------------------------------------------------------------
@@ -332,6 +341,7 @@ def test_a_gpu_is_looked_for_before_anything_is_installed(
         return driver.Visible(tuple(found), "none at all")
 
     monkeypatch.setattr(driver, "visible", visible)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if told is None:
         toxfile.tox_on_install(Environment, [], "testenv", "deps")
     else:
@@ -342,15 +352,15 @@ def test_a_gpu_is_looked_for_before_anything_is_installed(
 class Library:
     """A driver: what its calls return, and what they find."""
 
-    def __init__(self, status: int, *found: tuple[int, int]) -> None:
-        self._status, self._found = status, found
+    def __init__(self, status: int, *found: tuple[int, int], counting: int = 0) -> None:
+        self._status, self._found, self._counting = status, found, counting
 
     def cuInit(self, flags: int) -> int:  # noqa: N802
         return self._status
 
     def cuDeviceGetCount(self, count: Any) -> int:  # noqa: N802
         count._obj.value = len(self._found)
-        return 0
+        return self._counting
 
     def cuDeviceGetAttribute(self, value: Any, attribute: int, device: int) -> int:  # noqa: N802
         value._obj.value = self._found[device][attribute - 75]
@@ -364,6 +374,7 @@ class Library:
         (object(), "no NVIDIA driver"),
         (Library(100), "a driver and no visible GPU"),
         (Library(0), "a driver and no visible GPU"),
+        (Library(0, (9, 0), counting=999), "an NVIDIA driver that cannot be used (CUDA error 999)"),
         (Library(803, (9, 0)), "an NVIDIA driver that cannot be used (CUDA error 803)"),
         (Library(0, (9, 0), (10, 3)), "GPUs of compute capability 9.0, 10.3"),
     ],
@@ -379,6 +390,28 @@ def test_what_a_driver_says(library: Any, told: str, monkeypatch: pytest.MonkeyP
     found = driver.visible()
     assert str(found) == told
     assert bool(found.capabilities) is told.startswith("GPUs")
+
+
+@pytest.mark.parametrize(
+    ("listed", "told"), [("", "2"), ("4,6,7", "7"), ("GPU-a, GPU-b ,GPU-c", "GPU-c"), ("0,1", "2")]
+)
+def test_a_gpu_is_named_as_the_user_names_it(
+    listed: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among those that are visible already."""
+    pytest.importorskip("tox")
+    monkeypatch.syspath_prepend(str(ROOT))
+    import toxfile
+    from tox.tox_env.errors import Fail
+
+    class Environment:
+        class conf:  # noqa: N801
+            name = "sm90"
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+    monkeypatch.setattr(driver, "visible", lambda: driver.Visible(((10, 0), (8, 0), (9, 0))))
+    with pytest.raises(Fail, match=f"set CUDA_VISIBLE_DEVICES={told}$"):
+        toxfile.tox_on_install(Environment, [], "testenv", "deps")
 
 
 @pytest.mark.skipif(bool(driver.visible().capabilities), reason="there is a GPU here")

@@ -65,6 +65,7 @@ READS: dict[str, Callable[[], object]] = {
     "equal": lambda: torch.equal(X, X),
     "repeat_interleave": lambda: torch.repeat_interleave(X, N),
     "bincount": N.bincount,
+    "histc of the range that is there": lambda: X.histc(4),
     "pageable": lambda: torch.ones(2).to(META),
     "pageable copy": lambda: X.copy_(torch.ones(8)),
     "range": lambda: range(N[0]),  # type: ignore[call-overload]
@@ -80,6 +81,7 @@ FINE: dict[str, Callable[[], object]] = {
     "shapes": lambda: (X.shape, X.stride(), X.dtype, X.device, X.numel(), len(X)),
     "views": lambda: X.as_strided((2, 2), (4, 1)).transpose(0, 1).reshape(4),
     "mask = value": lambda: X.clone().__setitem__(B, 1.0),
+    "histc of a range": lambda: X.histc(4, 0, 1),
     "multinomial": lambda: torch.multinomial(X, 2),
     "element = value": lambda: X.clone().__setitem__(3, 1.0),
     "where with values": lambda: torch.where(B, X, 0.0),

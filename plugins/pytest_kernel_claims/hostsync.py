@@ -111,6 +111,11 @@ class Rules:
         if name in _READING:
             everything = launches.leaves((args, kwargs))
             return _READING[name] if any(map(self.on_device, everything)) else None
+        if name == "aten::histc":
+            low, high = (
+                kwargs.get(key, _at(args, place)) for place, key in ((2, "min"), (3, "max"))
+            )
+            return READS if low == high and any(map(self.on_device, args)) else None
         if name in _INDEXING:
             return self._indexing(name, args)
         if name == "aten::repeat_interleave":
@@ -150,6 +155,11 @@ class Rules:
         if from_cpu and not to_cpu and not (late and source.is_pinned()):
             return PAGEABLE
         return None
+
+
+def _at(args: Sequence[Any], place: int) -> Any:
+    """An argument by its place, or the 0 that stands for one that is not given."""
+    return args[place] if len(args) > place else 0
 
 
 def _name(operation: Any) -> str:

@@ -7,6 +7,7 @@ A variable is read once, at its first use; nothing is read at import and nothing
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -123,11 +124,18 @@ _WORDS = {"true": "1", "yes": "1", "on": "1", "false": "0", "no": "0", "off": "0
 _DEFAULTS = {"TOLERATE_M2M": "1", "COMPILER_BACKEND": "legacy"}
 
 
+def _plain(text: str) -> str:
+    """One spelling of a truth value or a number, of which several mean the same."""
+    if re.fullmatch(r"[+-]?\d+", text):
+        return str(int(text))
+    return _WORDS.get(text.lower(), text)
+
+
 def code_settings(environment: Mapping[str, str]) -> dict[str, str]:
     """The compiler's variables in ``environment`` that change machine code, by name; those at their
     defaults are left out."""
     values = {
-        name.removeprefix(COMPILER): _WORDS.get(text.strip().lower(), text.strip())
+        name.removeprefix(COMPILER): _plain(text.strip())
         for name, text in sorted(environment.items())
         if name.startswith(COMPILER)
     }

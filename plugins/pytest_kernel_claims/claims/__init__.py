@@ -17,8 +17,9 @@ xdist and appear in JUnit files (``properties``). ``collector`` turns reports in
 ``python -m pytest_kernel_claims.claims`` works on the files that ``--claims-json`` writes:
 ``merge A.json B.json`` sets them side by side, a column for each GPU; ``timings A.json``
 (``timetable``) shows what was timed; ``audit A.json`` computes every figure and verdict again;
-``verdict A.json B.json`` takes runs of one suite together (``union``); ``index FILE`` writes down
-all tests of each claim. ``shapes`` says what these files look like.
+``verdict A.json B.json`` takes runs of one suite together (``union``); ``change A.json B.json``
+tells which times differ beyond noise; ``index FILE`` (``selection``) writes down all tests of each
+claim. ``shapes`` says what these files look like.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from pytest_kernel_claims.claims import audit, merge, selection, summary, timetable, verdict
+from pytest_kernel_claims.claims import audit, change, merge, selection, summary, timetable, verdict
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -18,6 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     verdict.add_command(commands)
     audit.add_command(commands)
     selection.add_command(commands)
+    change.add_command(commands)
     options = parser.parse_args(argv)
     try:
         return int(options.run(options))

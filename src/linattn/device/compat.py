@@ -21,12 +21,11 @@ SM's memory by what the kernel asks for."""
 
 def settings(affecting: bool = True) -> dict[str, str]:
     """What the DSL, as it is now, has of its environment variables that decide on the code it
-    makes, or of the others; "" for those at their defaults."""
+    makes, or of the others, in the words of an environment."""
     state, found = CuTeDSL._get_dsl().envar, {}
     for entry in state._ENV_VAR_SPEC:
         if isinstance(entry.source, str) and entry.affects_compile is affecting:
             value = getattr(state, entry.attribute)
-            default = entry.default(state) if callable(entry.default) else entry.default
-            text = str(int(value) if isinstance(value, bool) else value)
-            found[f"CUTE_DSL_{entry.source}"] = "" if value == default else text
+            text = "" if value is None else str(int(value) if isinstance(value, bool) else value)
+            found[f"CUTE_DSL_{entry.source}"] = text
     return found

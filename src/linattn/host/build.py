@@ -78,8 +78,8 @@ def build(operator: Operator, target: str, config: Any) -> Artifact:
     read, told = compat.settings(), env.compiler_settings()
     if env.code_settings(read) != {name: told[name] for name in read if name in told}:
         raise RuntimeError(
-            f"{env.COMPILER}*: got {told}, expected {env.code_settings(read)}, which cutlass has, "
-            "that reads them when it is imported"
+            f"{env.COMPILER}*: got {told} in the environment, expected "
+            f"{env.code_settings(read)}, by which cutlass works since it was imported or told so"
         )
 
     module = dispatch.kernel_of(operator, Arch.parse(target)).module

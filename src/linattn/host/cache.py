@@ -22,14 +22,17 @@ import os
 import platform
 import shutil
 import signal
+import sys
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from types import FrameType
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from linattn import env
 from linattn.errors import CacheWarning
@@ -109,6 +112,8 @@ class Loaded:
     @property
     def function(self) -> Callable[..., Any]:
         """The compiled function; the object is loaded at the first use."""
+        if self._function is not None:  # which needs the compiler no more
+            return self._function
         with self._lock, _compiler():
             if self._function is None:
                 # From a copy: the entry's own file may no longer be what was verified.
@@ -397,7 +402,7 @@ def _compiler() -> Iterator[None]:
         raise RuntimeError(
             "this process was forked while a thread was compiling a kernel, for more than "
             f"{FORK_WAIT:g} seconds or until it was interrupted: got a compiler that waits for "
-            "that thread, expected a process that is spawned, or forked behind linattn.warm_up"
+            "that thread, expected a process that is spawned, or forked after linattn.warm_up"
         )
     with _compiler_lock:
         yield
@@ -407,7 +412,7 @@ FORK_WAIT = 20.0
 """Seconds that ``os.fork`` waits at most for a compilation of another thread, which takes four."""
 
 _fork = threading.local()
-"""Of the fork of a thread: whether it has the compiler's lock, and whether it was interrupted."""
+"""Of the fork of a thread: whether it has the compiler's lock, and where it was interrupted."""
 
 _unusable = False
 """Whether locks in the DSL or the interpreter belong to a thread that is not in this process."""
@@ -416,29 +421,34 @@ _unusable = False
 def _before_fork() -> None:
     """Let a compilation end: its locks, the interpreter's own for an import among them, would stay
     taken in the new process."""
-    _fork.held = _fork.interrupted = False
+    _fork.held, _fork.interrupted = False, None
     try:
         _fork.held = _compiler_lock.acquire(timeout=FORK_WAIT)
     except KeyboardInterrupt:  # the interpreter drops what is raised here
-        _fork.interrupted = True
+        _fork.interrupted = sys._getframe(1)
 
 
 def _after_fork() -> None:
-    if getattr(_fork, "held", False):
-        _fork.held = False
+    if _fork.held:
         _compiler_lock.release()
-    if getattr(_fork, "interrupted", False):
-        _fork.interrupted = False
-        again = (threading.main_thread().ident, signal.SIGINT)
-        threading.Timer(0.01, signal.pthread_kill, again).start()  # when the fork has returned
+    if _fork.interrupted is not None:
+        threading.Thread(target=_interrupt_again, args=(_fork.interrupted,), daemon=True).start()
+
+
+def _interrupt_again(forking: FrameType) -> None:
+    """Interrupt the main thread when the fork has returned to a frame of it: no function that is
+    called before or after a fork, of whatever library, would pass the interrupt on."""
+    at = forking.f_lasti
+    while forking.f_lasti == at:
+        time.sleep(0.001)
+    signal.pthread_kill(cast(int, threading.main_thread().ident), signal.SIGINT)
 
 
 def _in_child() -> None:
     """Threads that hold locks are not there, and file locks that they took are the parent's."""
     global _memory_lock, _compiler_lock, _unusable
-    _unusable = _unusable or not getattr(_fork, "held", False)
+    _unusable = _unusable or not _fork.held
     _memory_lock, _compiler_lock = threading.Lock(), threading.RLock()
-    _fork.held = False
     _key_locks.clear()
     _private_root.cache_clear()  # two processes would remove each other's entries
     for entry in _memory.values():
