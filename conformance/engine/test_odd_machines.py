@@ -395,6 +395,7 @@ def test_an_interrupt_while_a_fork_waits_is_not_lost(busy: str, hook: str) -> No
     script = (
         "import os, signal, threading, time, warnings\n"
         "warnings.simplefilter('ignore')\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell may ignore\n"
         "from linattn.host import cache\n"
         f"os.register_at_fork(after_in_parent=lambda: {hook})\n"
         "holding, done = threading.Event(), threading.Event()\n"

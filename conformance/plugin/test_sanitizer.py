@@ -90,10 +90,13 @@ def here(suite: Suite, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Suite
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
     # The child looks for a GPU itself; what it finds is not what these tests are about.
     suite.pytester.makeconftest("""
+        import contextlib
         import pytest
         from pytest_kernel_claims import arch, launches
 
         arch.detect = lambda: arch.Gpu("NVIDIA H200", (9, 0))
+        # Watching imports torch, seconds for each child; here the seam tells of launches.
+        launches.watching = contextlib.nullcontext
 
         @pytest.fixture(autouse=True)
         def launching(request):
@@ -133,6 +136,9 @@ def test_each_test_has_its_own_verdict(here: Suite, tmp_path: Path) -> None:
     result.stdout.fnmatch_lines(
         [
             "kernel claims: --sanitizer=memcheck; compute-sanitizer 2026.4.0 at *",
+            "memcheck 1/7: test_it.py::test_clean[[]1]",
+            "memcheck 2/7 (0:00:*, about 0:00:* left): test_it.py::test_clean[[]2]",
+            "memcheck 7/7 (0:00:*, about 0:00:* left): test_it.py::test_expected_but_stray",
             "*_ test_stray_store _*",
             "memcheck: 1 error(s)",
             "*Invalid __global__ write of size 4 bytes",

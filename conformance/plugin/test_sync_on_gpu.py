@@ -244,6 +244,8 @@ def test_a_call_without_a_launch_shows_nothing(
 
 def test_what_launches(device: torch.device) -> None:
     """Also what neither dispatches an operation nor goes through a seam."""
+    if device.type != "cuda":
+        pytest.skip("runs in emulation")
     x = torch.zeros(64, device=device)
     assert not launches.launches(lambda: x.size())
     assert launches.launches(lambda: torch.cuda._sleep(1000))

@@ -339,9 +339,9 @@ def test_a_process_is_an_implementation_and_a_repetition(timed_suite: TimedSuite
         [
             "timing test_it.py::test_pair: process 1/4: ours, repetition 1, 2 rows",
             "*2 rows measured",
-            "*process 2/4: peer, repetition 1, 2 rows",
-            "*process 3/4: peer, repetition 2, 2 rows",
-            "*process 4/4: ours, repetition 2, 2 rows",
+            "*process 2/4 (0:00:*, about 0:00:* left): peer, repetition 1, 2 rows",
+            "*process 3/4 (0:00:*, about 0:00:* left): peer, repetition 2, 2 rows",
+            "*process 4/4 (0:00:*, about 0:00:* left): ours, repetition 2, 2 rows",
             "SPEED  verified *",
         ]
     )

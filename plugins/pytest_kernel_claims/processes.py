@@ -10,14 +10,13 @@ after the first ``processes``, the estimates of any implementation of any row sp
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import pytest
 
-from pytest_kernel_claims import arch, child, events, figures, gpustate
+from pytest_kernel_claims import arch, child, events, figures, gpustate, progress
 
 ROLE = "time"
 MODES = ("eager", "graph")
@@ -207,23 +206,27 @@ class Group:
         """One process an implementation and repetition, then one more for each that did not
         count, at most as many again."""
         planned = [(name, number) for number in repetitions for name in rotated(names, number)]
-        for place, (name, number) in enumerate(planned, 1):
-            self._process(name, number, f"process {place}/{len(planned)}")
+        steps = progress.Progress(self.config, f"timing {self.key}: process", len(planned))
+        for name, number in planned:
+            if not self._stopped:
+                steps.step(self._words(name, number))
+                self._process(name, number)
         for name in names:
             for extra in range(len(repetitions)):
-                if self._short(name, wanted):
-                    self._process(name, wanted + extra, "again")
+                if self._short(name, wanted) and not self._stopped:
+                    self._say(f"again: {self._words(name, wanted + extra)}")
+                    self._process(name, wanted + extra)
 
     def _short(self, name: str, wanted: int) -> bool:
         """Whether a row that every process measured has too few that count."""
         found = [row.implementations.get(name, []) for row in self.rows.values()]
         return any(len(figures.valid(one)) < wanted <= len(one) for one in found)
 
-    def _process(self, name: str, repetition: int, what: str) -> None:
-        if self._stopped:
-            return
+    def _words(self, name: str, repetition: int) -> str:
+        return f"{name}, repetition {repetition + 1}, {len(self.items)} rows"
+
+    def _process(self, name: str, repetition: int) -> None:
         before = gpustate.settled(self._watch)
-        self._say(f"{what}: {name}, repetition {repetition + 1}, {len(self.items)} rows")
         ended = child.run_child(
             self.config,
             rotated(self.items, repetition),
@@ -262,7 +265,7 @@ class Group:
             row.failed = row.failed or f"{who}: {unsound(ended, item)}\n{ended.explain()}"
 
     def _say(self, text: str) -> None:
-        say(self.config, f"timing {self.key}: {text}")
+        progress.say(self.config, f"timing {self.key}: {text}")
 
 
 def unsound(ended: child.Child, item: pytest.Item) -> str:
@@ -294,14 +297,3 @@ def rotated(values: Sequence[Any], by: int) -> list[Any]:
 def observer(config: pytest.Config) -> gpustate.Observer:
     gpu = arch.machine(config).gpu
     return gpustate.observer(gpu) if gpu is not None else gpustate.Blind()
-
-
-def say(config: pytest.Config, text: str) -> None:
-    """A line of progress on the terminal, past the capture of the running test."""
-    reporter = config.pluginmanager.get_plugin("terminalreporter")
-    capture = config.pluginmanager.get_plugin("capturemanager")
-    if reporter is None or config.get_verbosity() < 0:
-        return
-    with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():
-        reporter.ensure_newline()
-        reporter.write_line(text)

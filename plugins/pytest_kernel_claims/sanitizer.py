@@ -32,7 +32,7 @@ from typing import Any, cast
 
 import pytest
 
-from pytest_kernel_claims import arch, child, launches, planted
+from pytest_kernel_claims import arch, child, launches, planted, progress
 from pytest_kernel_claims.claims.model import Measurement
 from pytest_kernel_claims.claims.properties import Measured
 
@@ -373,6 +373,7 @@ class ChildRun(SanitizedRun):
         self.program = program
         self.limit: float = config.getoption("sanitizer_timeout")
         self.seconds: list[float] = []
+        self.steps: progress.Progress | None = None
 
     def pytest_report_header(self) -> str:
         return f"kernel claims: --sanitizer={self.tool}; {self.program} at {self.program.path}"
@@ -399,6 +400,10 @@ class ChildRun(SanitizedRun):
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
         if self.blind is not None or arch.skip_reason(item) is not None:
             return None
+        if self.steps is None:
+            meant = [one for one in item.session.items if arch.skip_reason(one) is None]
+            self.steps = progress.Progress(self.config, self.tool, len(meant))
+        self.steps.step(item.nodeid)
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         for report in self._reports(item):
             item.ihook.pytest_runtest_logreport(report=report)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pytest_kernel_claims import arch, child, events, figures, gpustate, processes
+from pytest_kernel_claims import arch, child, events, figures, gpustate, processes, progress
 from pytest_kernel_claims.claims.model import Better, Measurement
 from pytest_kernel_claims.claims.properties import TIMINGS, Measured
 
@@ -285,9 +285,7 @@ class CudaBenchmark:
             summary["to"] = figures.fastest(record, others)
         self._node.user_properties.append(("timing", json.dumps(summary)))
         if not all(process["checked"] for process in _all_processes(record)):
-            processes.say(
-                self._config, f"{self._node.nodeid}: timed without a check of its results"
-            )
+            progress.say(self._config, f"{self._node.nodeid}: timed without a check of its results")
         return result
 
 
