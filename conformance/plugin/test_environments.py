@@ -141,11 +141,11 @@ def test_other(): pass
 """
 
 
-@pytest.mark.parametrize("workers", [(), ("-n1",)], ids=["here", "in a worker"])
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         (["--and-marked=not perf", "-xm", "sm90 or sm100"], {"bits", "other"}),
+        (["--and-marked=not perf", "-n1", "-m", "sm90 or sm100"], {"bits", "other"}),
         (["--and-marked=not perf or sm100", "-m", "sm90"], {"bits"}),
         (["--and-marked=perf", "-msm90"], {"timed"}),
         (["--and-marked=perf"], {"timed"}),
@@ -154,13 +154,13 @@ def test_other(): pass
     ],
 )
 def test_marks_that_hold_beside_those_given(
-    suite: Suite, workers: tuple[str, ...], arguments: list[str], expected: set[str]
+    suite: Suite, arguments: list[str], expected: set[str]
 ) -> None:
     pytest.importorskip("xdist")
     own = (ROOT / "conformance" / "conftest.py").read_text()
     hooks = own[own.index("def pytest_addoption") : own.index("@pytest.hookimpl(wrapper")]
     suite.pytester.makeconftest(f"import pytest\n{hooks}")
-    result = suite.write(MARKED).run("-v", *workers, *arguments)
+    result = suite.write(MARKED).run("-v", *arguments)
     assert set(re.findall("test_it.py::test_([a-z]+)", result.stdout.str())) == expected
 
 

@@ -47,7 +47,6 @@ def selected(suite: Suite) -> Suite:
     return suite
 
 
-@pytest.mark.parametrize("workers", [(), ("-n2",)], ids=["alone", "workers"])
 @pytest.mark.parametrize(
     ("arguments", "verdict", "left_out"),
     [
@@ -62,14 +61,17 @@ def selected(suite: Suite) -> Suite:
         (["tests/test_it.py::test_a"], "partial", 0),
         (["--ignore=tests/test_other.py"], "partial", 0),
         (["--ignore-glob=*other*"], "partial", 0),
+        (["-n2"], "verified", 0),
+        (["-n2", "-k", "test_a"], "partial", 1),
+        (["-n2", "tests/test_it.py"], "partial", 0),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_part_is_not_verified(
-    selected: Suite, workers: tuple[str, ...], arguments: list[str], verdict: str, left_out: int
+    selected: Suite, arguments: list[str], verdict: str, left_out: int
 ) -> None:
     pytest.importorskip("xdist")
-    claim = selected.claims(*workers, *arguments)["claims"]["A"]
+    claim = selected.claims(*arguments)["claims"]["A"]
     assert (claim["verdict"], claim["deselected"]) == (verdict, left_out)
     assert claim["counts"] == {"passed": claim["selected"]}
 
