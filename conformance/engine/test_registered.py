@@ -86,7 +86,7 @@ def model(name: str, given: dict[str, Any]) -> list[torch.Tensor]:
     if name == UPDATE:
         call(name, given)
         return [given["state_pool"] + 1]
-    again = {x: y for x, y in given.items() if x != "out"} | {"v": o * 2}
+    again = {**{x: y for x, y in given.items() if x != "out"}, "v": o * 2}
     if name == "lightning_attn_fwd":
         again["initial_state"] = state
     second = call(name, again)

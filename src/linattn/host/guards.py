@@ -165,8 +165,9 @@ def _plain(tensors: Sequence[torch.Tensor], sizes: Dims | None, strides: Dims | 
 
 
 def _included_keys() -> Any:
-    """Dispatch keys that the thread includes; where they are not known, nobody relies on them."""
-    return None if _keys is None else _keys()
+    """Dispatch keys that the thread includes, in words: torch 2.7 cannot compare two sets. Where
+    they are not known, nobody relies on them."""
+    return None if _keys is None else str(_keys())
 
 
 def _properties(x: torch.Tensor) -> tuple[Any, ...]:
