@@ -76,6 +76,15 @@ def test_a_part_is_not_verified(
     assert claim["counts"] == {"passed": claim["selected"]}
 
 
+@pytest.mark.parametrize(("arguments", "verdict"), [((), "verified"), (("tests",), "partial")])
+def test_paths_that_are_not_there_are_none(
+    selected: Suite, arguments: tuple[str, ...], verdict: str
+) -> None:
+    """pytest collects all of the project then."""
+    selected.pytester.makeini("[pytest]\ntestpaths = elsewhere")
+    assert selected.claims(*arguments)["claims"]["A"]["verdict"] == verdict
+
+
 def test_tests_that_a_plugin_drops_are_left_out(selected: Suite) -> None:
     selected.pytester.makeconftest(DROPS)
     claim = selected.claims()["claims"]["A"]
@@ -152,6 +161,10 @@ def test_an_index_tells_what_a_part_lacks(
     )
     both = with_index("tests/test_it.py", "tests/test_other.py")["claims"]["A"]
     assert (both["verdict"], both["deselected"]) == ("verified", 0)
+    # What collects all needs no index, whatever an old one has.
+    index["claims"]["A"].append("tests/test_it.py::test_that_was")
+    (folder / "index.json").write_text(json.dumps(index))
+    assert with_index()["claims"]["A"]["verdict"] == "verified"
     # An index of other sources, which lacks a test, tells nothing.
     (folder / "tests" / "test_new.py").write_text(textwrap.dedent(OTHER))
     claim = with_index("tests/test_new.py")["claims"]["A"]

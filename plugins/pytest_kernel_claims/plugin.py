@@ -147,13 +147,11 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     _register_markers(config)
     if CHILD in os.environ:
-        from pytest_kernel_claims import child
+        from pytest_kernel_claims import child, sanitizer
 
         child.configure(config)
         config.stash[_IS_CHILD] = True
-        if getattr(child.order(config), "role", None) == "sanitize":
-            from pytest_kernel_claims import sanitizer
-
+        if getattr(child.order(config), "role", None) == sanitizer.ROLE:
             config.pluginmanager.register(sanitizer.Watched(), "kernel_claims_watched")
     arch.configure(config)
     if config.getoption("sanitizer") is not None:

@@ -85,20 +85,19 @@ class Collector:
     def note_collection(self, collection: Collection) -> None:
         """Take in what one process has collected; every worker of xdist collects the same."""
         for key, one in collection.claims.items():
-            chosen = {test for test, is_chosen in one.tests.items() if is_chosen}
+            chosen = [test for test, is_chosen in one.tests.items() if is_chosen]
             if not chosen:
                 continue
             claim = self.claims.setdefault(key, Claim(key, one.text))
             claim.kinds.update(one.kinds)
             claim.arches.update(one.arches)
-            for test in one.tests:
-                if test in chosen:
-                    claim.rows.setdefault(test, Row())
-            known = self._index.get(key, set())
-            claim.whole = collection.whole or known >= one.tests.keys()
-            if not collection.whole and not claim.whole:
-                known = set()  # an index that lacks a test is of other sources
-            claim.left_out = (one.tests.keys() | known) - chosen
+            for test in chosen:
+                claim.rows.setdefault(test, Row())
+            tests, listed = set(one.tests), self._index.get(key, set())
+            claim.whole = collection.whole
+            if not collection.whole and listed >= tests:  # else it is of other sources
+                tests, claim.whole = listed, True
+            claim.left_out = tests - set(chosen)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:

@@ -12,7 +12,7 @@ import argparse
 import importlib.metadata
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -89,12 +89,10 @@ def is_whole(config: pytest.Config) -> bool:
     )
 
 
-def _usual_places(config: pytest.Config) -> Iterator[Path]:
-    named = config.getini("testpaths")
-    for pattern in named:
-        yield from (path.resolve() for path in sorted(config.rootpath.glob(pattern)))
-    if not named:
-        yield config.rootpath.resolve()
+def _usual_places(config: pytest.Config) -> list[Path]:
+    """What ``testpaths`` names, or else, as where that names nothing there is, all of it."""
+    named = [path for one in config.getini("testpaths") for path in config.rootpath.glob(one)]
+    return [path.resolve() for path in named or [config.rootpath]]
 
 
 # --- the index ------------------------------------------------------------------------------
@@ -120,12 +118,12 @@ def read_index(path: str | None) -> dict[str, set[str]]:
 class _Gatherer:
     """Takes the place of a run: collects alone."""
 
-    def __init__(self, kinds: Iterable[str]) -> None:
-        self.kinds, self.found = kinds, Collection(False, {})
+    def __init__(self) -> None:
+        self.found = Collection(False, {})
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self.found = gather(session, self.kinds)
+        self.found = gather(session, ())
 
 
 def _plugin() -> str:
@@ -147,7 +145,7 @@ def add_command(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Returns 0. Raises ValueError where collecting fails, or collects a part."""
-    gatherer = _Gatherer(())
+    gatherer = _Gatherer()
     command = ("--collect-only", "-q", "--gpu-arch=none", "-p", _plugin())
     with redirect_stdout(io.StringIO()) as told:
         status = pytest.main([*command, *options.arguments], plugins=[gatherer])

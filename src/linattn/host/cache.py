@@ -432,7 +432,8 @@ def _after_fork() -> None:
     if _fork.held:
         _compiler_lock.release()
     if _fork.interrupted is not None:
-        threading.Thread(target=_interrupt_again, args=(_fork.interrupted,), daemon=True).start()
+        forking, _fork.interrupted = _fork.interrupted, None  # a frame keeps its variables alive
+        threading.Thread(target=_interrupt_again, args=(forking,), daemon=True).start()
 
 
 def _interrupt_again(forking: FrameType) -> None:
